@@ -1,0 +1,1 @@
+"""GPU and CPU operations, one folder each; the reference is the definition."""

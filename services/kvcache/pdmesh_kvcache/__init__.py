@@ -1,0 +1,1 @@
+"""The pdmesh kvcache service."""

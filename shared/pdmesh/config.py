@@ -1,0 +1,202 @@
+"""Configuration of every service: one frozen pydantic model, filled from flags, environment, TOML and defaults, in that order.
+
+`load_config(DecodeConfig, argv)` reads `--config FILE` (or `PDMESH_CONFIG`), then `PDMESH_<FIELD>` variables, then flags.
+A bad value ends in a ConfigError that names field, value and limit; unknown keys and flags are errors. Nothing else in
+pdmesh reads the environment.
+"""
+
+import argparse
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pdmesh.errors import ConfigError
+
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+
+
+class Settings(BaseModel):
+    """Base of all configuration: frozen, no unknown keys, documented by the docstring under each field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class ServiceConfig(Settings):
+    """What every service has."""
+
+    host: str = "127.0.0.1"
+    """Address to bind HTTP and gRPC to. Off loopback the mesh secret is required."""
+    advertise_host: str = ""
+    """Address under which peers reach this service; empty: `host`, or the host name when bound to all interfaces."""
+    secret: str = Field(default="", repr=False)
+    """Mesh secret, at least 16 characters, the same on all services. Empty on loopback: a per-user file is used."""
+    secret_file: str = ""
+    """File with the mesh secret (Kubernetes mounts one); wins over `secret`."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that is logged."""
+    log_format: Literal["text", "json"] = "text"
+    """One line of text or one JSON object per record."""
+    drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
+    """Seconds that running requests get to finish after SIGTERM; then they are aborted and told so."""
+    notify_fd: int = Field(default=-1, ge=-1)
+    """Inherited descriptor to report start-up progress and readiness on, as JSON lines; set by `pdmesh up`."""
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether nothing outside this host can connect."""
+        return self.host in LOOPBACK_HOSTS
+
+
+class HttpConfig(Settings):
+    """What every service with the OpenAI API has."""
+
+    api_key: list[str] = Field(default=[], repr=False)
+    """Keys that clients may use, comma-separated; each is a tenant with a prefix cache of its own. Empty: no check."""
+    max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 30)
+    """Largest request body; a larger one is a 413."""
+    request_timeout_s: float = Field(default=600.0, gt=0, le=86400)
+    """Seconds a request may take in all; then it fails with 504."""
+    max_logprobs: int = Field(default=20, ge=0, le=1000)
+    """Most alternatives a request may ask for per token."""
+    allowed_origins: list[str] = []
+    """CORS origins, comma-separated. Empty: none, as in vLLM."""
+    sse_keep_alive_interval_s: float = Field(default=0.0, ge=0, le=3600)
+    """Seconds of silence after which a stream gets a `: keep-alive` comment; 0 is off."""
+
+
+class EngineConfig(ServiceConfig, HttpConfig):
+    """An engine service (prefill, decode, or both). Names and defaults are vLLM's where it has them."""
+
+    model: str = ""
+    """Hugging Face directory or id, or a GGUF file."""
+    served_model_name: str = ""
+    """Name in the API; empty: derived from `model`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Weights and KV. auto: the checkpoint's, but float32 on a backend that is not row-invariant below it."""
+    backend: Literal["auto", "torch"] = "auto"
+    """Device code that runs the model."""
+    cpu_threads: int = Field(default=0, ge=0, le=1024)
+    """Threads for CPU compute; 0: all cores that this process may use."""
+    max_model_len: int = Field(default=0, ge=0)
+    """Longest prompt plus output, tokens; 0: the model's own limit."""
+    block_size: int = Field(default=0, ge=0, le=1024)
+    """Tokens per KV block; 0: the backend's (32 on CPU, 16 on GPU)."""
+    max_num_seqs: int = Field(default=256, ge=1, le=65536)
+    """Most sequences in one step."""
+    max_num_batched_tokens: int = Field(default=2048, ge=1, le=1 << 20)
+    """Token budget of one step; longer prompts are computed in chunks."""
+    long_prefill_token_threshold: int = Field(default=0, ge=0)
+    """Most tokens one prompt gets per step; 0: no limit but the budget."""
+    enable_prefix_caching: bool = True
+    """Reuse full blocks of earlier prompts."""
+    kv_cache_memory_bytes: int = Field(default=0, ge=0)
+    """Size of the KV pool; 0: `gpu_memory_utilization` of free memory, at most 4 GiB on CPU."""
+    gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
+    """Share of the device's memory for weights and KV when `kv_cache_memory_bytes` is 0; on CPU a share of free memory."""
+    watermark: float = Field(default=0.0, ge=0, lt=1)
+    """Share of blocks kept free when new requests are admitted."""
+    max_num_queued_reqs: int = Field(default=4096, ge=1)
+    """Most requests waiting; one more is a 503 with Retry-After."""
+    kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
+    """When a pull fails: end the request with an error, or compute the prompt here."""
+    connector: list[Literal["shm", "nixl", "grpc"]] = ["shm", "grpc"]
+    """Ways to exchange KV, in order of preference, comma-separated; the first that both sides can is used."""
+    kv_peers: list[str] = []
+    """gRPC `host:port` of engines whose KV may be fetched with vLLM's kv_transfer_params; on loopback any loopback one."""
+    kv_lease_duration_s: float = Field(default=30.0, gt=0, le=3600)
+    """Seconds that a stock `do_remote_decode` offer lives unless fetched. The mesh's own offers have 10 s, renewed."""
+    kvcache: str = ""
+    """gRPC `host:port` of the kvcache service; empty: no tier."""
+    kvcache_lookup_timeout_s: float = Field(default=0.25, gt=0, le=30)
+    """Longest wait for a tier lookup before the prompt is computed instead."""
+
+
+ConfigT = TypeVar("ConfigT", bound=Settings)
+
+
+def load_config(
+    cls: type[ConfigT],
+    argv: list[str],
+    *,
+    prog: str,
+    environ: dict[str, str] | None = None,
+    positional: str | None = None,
+) -> ConfigT:
+    """Build a `cls` from `argv`, `environ` (default os.environ) and the TOML file they name.
+
+    `positional` names a field that may also be given without its flag. Raises ConfigError; `--help` exits as usual.
+    """
+    env = dict(os.environ) if environ is None else environ
+    parser = _parser(cls, prog, positional)
+    try:
+        flags = vars(parser.parse_args(argv))
+    except argparse.ArgumentError as exc:
+        raise ConfigError(f"{prog}: {exc}") from exc
+    path = flags.pop("config") or env.get("PDMESH_CONFIG", "")
+    values = _from_toml(cls, path) if path else {}
+    values |= {
+        name: _split(cls, name, env[f"PDMESH_{name.upper()}"])
+        for name in cls.model_fields
+        if env.get(f"PDMESH_{name.upper()}", "") != ""
+    }
+    values |= {name: _split(cls, name, value) for name, value in flags.items() if value is not None}
+    try:
+        return cls(**values)
+    except ValidationError as exc:
+        raise ConfigError(f"{prog}: {_one_line(exc)}") from exc
+
+
+def _parser(cls: type[Settings], prog: str, positional: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, allow_abbrev=False)
+    parser.error = _raise_config_error(prog)  # type: ignore[method-assign]
+    parser.add_argument("--config", default="", metavar="FILE", help="TOML file with any of the settings below")
+    for name, field in cls.model_fields.items():
+        flag = "--" + name.replace("_", "-")
+        text = (field.description or "").replace("%", "%%")
+        text += "" if field.default in ("", [], None) else f" (default: {field.default})"
+        if name == positional:
+            parser.add_argument(name, nargs="?", default=None, help=text)
+            parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        elif field.annotation is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            parser.add_argument(flag, default=None, metavar="VALUE", help=text)
+    return parser
+
+
+def _raise_config_error(prog: str) -> Any:
+    def error(message: str) -> None:
+        raise ConfigError(f"{prog}: {message}; see {prog} --help")
+
+    return error
+
+
+def _from_toml(cls: type[Settings], path: str) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise ConfigError(f"config file {path} cannot be read: {exc}") from exc
+    unknown = sorted(set(values) - set(cls.model_fields))
+    if unknown:
+        raise ConfigError(
+            f"config file {path}: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(cls.model_fields))}"
+        )
+    return values
+
+
+def _split(cls: type[Settings], name: str, value: Any) -> Any:
+    """Turn "a,b" into ["a", "b"] for list fields; other values are left to pydantic."""
+    is_list = getattr(cls.model_fields[name].annotation, "__origin__", None) is list
+    return [part.strip() for part in value.split(",") if part.strip()] if is_list and isinstance(value, str) else value
+
+
+def _one_line(exc: ValidationError) -> str:
+    first = exc.errors()[0]
+    field = ".".join(str(part) for part in first["loc"]) or "configuration"
+    shown = "" if field in ("secret", "api_key") else f" (got {first['input']!r})"
+    return f"{field.replace('_', '-')}: {first['msg']}{shown}"

@@ -1,0 +1,88 @@
+"""The connector interface: how blocks get from one pool into another, seen from the process that wants them.
+
+Everything that moves KV in pdmesh is a *pull*: a consumer copies blocks out of a pool that it may only read, then reads
+the generation words kept beside those blocks over the same transport, and compares. Prefill -> decode, engine -> tier and
+tier -> engine are the same operation on different pools. The owner does nothing during a pull but keep its memory alive.
+
+Two small classes, one per process: the worker's half below (register, connect, start, poll, cancel) sits where the pool is
+written; the scheduler's half (`ledger.py`) is a plain table of what is being loaded and what is held for offers.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from pdmesh.connector.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerPool:
+    """A pool that this process may read."""
+
+    peer_id: str
+    """`engine_id@epoch` of its owner."""
+    metadata: bytes
+    """What the owner's half returned from `metadata()`."""
+    num_blocks: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """One transfer's work, all blocks of one group."""
+
+    transfer_id: str
+    peer_id: str
+    source_block_ids: list[int]
+    generations: list[int]
+    """Expected generation word of each source block."""
+    target_block_ids: list[int]
+    deadline_s: float
+    """Seconds from `start` after which the pull is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullResult:
+    transfer_id: str
+    reason: str
+    """Empty: every block arrived and every generation matched. Else stale, timeout, peer_lost, cancelled, or
+    error:<text>; then the target blocks hold garbage and must not be read."""
+    num_bytes: int
+    duration_s: float
+
+
+class WorkerConnector(ABC):
+    """The half that touches memory. Not thread-safe: called from the loop of the process that owns the target pool."""
+
+    name: str
+
+    @abstractmethod
+    def register(self, pool: KVPool) -> bytes:
+        """Make `pool` the target of pulls and readable by peers; return the metadata that consumers of it need."""
+
+    @abstractmethod
+    def connect(self, peer: PeerPool) -> None:
+        """Prepare to pull from `peer`. Blocks at most 5 s. Raises HandshakeRefused when memory cannot be reached."""
+
+    @abstractmethod
+    def disconnect(self, peer_id: str) -> None:
+        """Forget a peer; its pulls end with `peer_lost`. Unknown peers are ignored."""
+
+    @abstractmethod
+    def start(self, pull: Pull) -> None:
+        """Begin to copy; never blocks. The outcome comes from `poll`, exactly once per pull, whatever happens."""
+
+    @abstractmethod
+    def poll(self) -> list[PullResult]:
+        """Return the pulls that ended since the last call; never blocks."""
+
+    @abstractmethod
+    def cancel(self, transfer_id: str) -> None:
+        """Stop a pull; it still ends through `poll`, and only when nothing writes to its target blocks any more."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when `poll` has something to return (for the core's poller)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all pulls, release memory, end helper processes."""

@@ -1,0 +1,99 @@
+"""The one door to a device: load a model, hold its KV, run a step. The CPU library and the Triton backend implement it too.
+
+The core knows nothing about tensors' devices: it builds a `StepBatch` of plain numpy arrays, and gets float32 logits back.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdmesh.connector.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroupSpec:
+    """One KV group: layers with the same rule, and what a block of it holds."""
+
+    kind: str
+    """full | sliding | latent | state."""
+    layers: tuple[int, ...]
+    block_size: int
+    """Tokens per block."""
+    block_bytes: int
+    fingerprint: str
+    """Names the layout inside a block (SHA-256 prefix over kind, layers, heads, head_dim, dtype, block size, packing)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the rest of the engine must know of a loaded model."""
+
+    fingerprint: str
+    """Weights, dtype, rope, quantisation: engines with equal ones compute the same KV."""
+    groups: tuple[KVGroupSpec, ...]
+    max_model_len: int
+    """The model's own limit, tokens."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """One step's input. N rows (one per running choice), T tokens in all, rows concatenated.
+
+    Row i brings query tokens [query_start[i], query_start[i+1]) at positions context_len[i] … of its sequence; its
+    blocks cover context_len[i] + its query length tokens. Logits are wanted for the T-indices in `logits_index`.
+    """
+
+    token_ids: NDArray[np.int64]
+    """[T]"""
+    positions: NDArray[np.int64]
+    """[T]"""
+    query_start: NDArray[np.int64]
+    """[N + 1]"""
+    context_len: NDArray[np.int64]
+    """[N] tokens whose KV is in the pool before this step."""
+    block_tables: list[list[list[int]]]
+    """[group][row] -> block ids, in order."""
+    logits_index: NDArray[np.int64]
+    """[R] indices into T; rows of the returned logits come in this order."""
+
+
+class Backend(ABC):
+    """A device that can run the model. One instance per engine core; not thread-safe."""
+
+    name: str
+    row_invariant: bool
+    """Whether a row's result does not depend on the batch around it (DESIGN, promise 1)."""
+    default_block_size: int
+
+    @abstractmethod
+    def load(self, model: str, dtype: str, block_size: int | None, progress: "ProgressCallback") -> ModelInfo:
+        """Read a model (HF directory or id, GGUF file). `dtype` is auto|float32|bfloat16|float16.
+        Raises ConfigError that names the path or architecture and the remedy."""
+
+    @abstractmethod
+    def available_kv_bytes(self, fraction: float) -> int:
+        """Bytes that KV may take: `fraction` of the device's memory less what is in use."""
+
+    @abstractmethod
+    def bind(self, pool: KVPool) -> None:
+        """Use `pool` (already sized) as KV memory of group 0."""
+
+    @abstractmethod
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Write the KV of all T tokens, return logits [R, vocab] float32 on the device."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class ProgressCallback:
+    """Called with (stage, fraction 0…1) while loading."""
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        """The default reports nothing."""

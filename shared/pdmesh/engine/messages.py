@@ -1,0 +1,171 @@
+"""What crosses the ZMQ boundary between an engine's server process and its core process (msgpack, tagged).
+
+The server process never sees a tensor; the core never sees a socket to another service. Requests themselves are
+`protocol.messages.GenerateRequest`, answers `ChoiceDelta`.
+"""
+
+import msgspec
+
+from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, GroupBlocks, KVSource
+
+# ---- server -> core ------------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    request: GenerateRequest
+    offer_id: str = ""
+    """Not empty: keep the prompt's blocks for this offer when the prompt is computed, until ReleaseOffer."""
+    source: KVSource | None = None
+    """KV to pull first (a ticket's or the tier's)."""
+    block_keys: list[bytes] = []
+    """Keys of the prompt's full blocks, when the server has computed them already (32 bytes each)."""
+    recompute_last: bool = False
+    """With a source: recompute the last prompt token and sample from it (the stock vLLM flow, no emitted tokens)."""
+    store_to_tier: bool = False
+    """Report newly computed full prompt blocks as BlocksComputed."""
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    request_id: str
+    choice: int = -1
+    """-1: all choices."""
+
+
+class ReleaseOffer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    offer_id: str
+
+
+class ConnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Prepare to pull from a pool; answered by PeerConnected."""
+
+    peer_id: str
+    connector: str
+    metadata: bytes
+    num_blocks: int
+    block_bytes: int
+
+
+class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    peer_id: str
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+ToCore = AddRequest | Abort | ReleaseOffer | ConnectPeer | DisconnectPeer | ResetPrefixCache | Shutdown
+
+
+# ---- core -> server ------------------------------------------------------------------------------
+
+
+class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The model is loaded, the pool exists, steps may run."""
+
+    model_fingerprint: str
+    layout_fingerprints: list[str]
+    block_size: int
+    num_blocks: int
+    block_bytes: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    connectors: dict[str, bytes]
+    """Connector name -> metadata that consumers of this pool need."""
+    dtype: str
+    backend: str
+    row_invariant: bool
+
+
+class CoreProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start-up progress for people: stage name and fraction done, 0…1."""
+
+    stage: str
+    fraction: float
+
+
+class CoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The core cannot start or cannot go on. `config` errors are not worth a restart."""
+
+    code: str
+    message: str
+
+
+class OfferSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The prompt's KV is complete and held for the offer."""
+
+    offer_id: str
+    request_id: str
+    groups: list[GroupBlocks]
+    num_tokens: int
+
+
+class TransferEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A pull ended in the core; the server tells the owner. `reason` is empty when committed."""
+
+    transfer_id: str
+    peer_id: str
+    request_id: str
+    committed: bool
+    reason: str = ""
+    num_bytes: int = 0
+    duration_s: float = 0.0
+
+
+class BlocksComputed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Full prompt blocks computed here, for the tier to pull; not pinned, the generations tell whether they still are."""
+
+    request_id: str
+    keys: list[bytes]
+    blocks: GroupBlocks
+
+
+class PeerConnected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    peer_id: str
+    connector: str
+    error: str = ""
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Gauges and cumulative counters of the core, sent with each step output and when it falls idle."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_waiting_remote: int = 0
+    num_blocks_used: int = 0
+    """Blocks referenced by requests or offers."""
+    num_blocks: int = 0
+    num_offers_held: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    """Tokens."""
+    external_queries: int = 0
+    external_hits: int = 0
+    steps: int = 0
+    step_tokens: int = 0
+    """Tokens scheduled by the latest step."""
+    max_step_tokens: int = 0
+    nan_requests: int = 0
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All that one step produced."""
+
+    deltas: list[ChoiceDelta] = []
+    sealed: list[OfferSealed] = []
+    transfers: list[TransferEnded] = []
+    computed: list[BlocksComputed] = []
+    stats: Stats | None = None
+
+
+FromCore = CoreReady | CoreProgress | CoreFailed | StepOutput | PeerConnected
+
+encode = msgspec.msgpack.Encoder().encode
+to_core_decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+from_core_decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)

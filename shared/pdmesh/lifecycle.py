@@ -1,0 +1,211 @@
+"""The life of a service: configuration, logging, an event loop that ends on SIGTERM, its HTTP and gRPC ports.
+
+A service's main is `run_service("decode", DecodeConfig, serve, argv)`, where `serve(config, life)` opens its resources with
+`async with`, calls `life.ready()` and waits for `life.stopped()`. Leaving the contexts is the shutdown.
+"""
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+import uvicorn
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdmesh.config import ServiceConfig, load_config
+from pdmesh.errors import ConfigError, MeshError
+from pdmesh.logging import setup_logging
+from pdmesh.security import AuthInterceptor, MeshSecret
+
+log = logging.getLogger(__name__)
+
+ServiceConfigT = TypeVar("ServiceConfigT", bound=ServiceConfig)
+
+PR_SET_PDEATHSIG = 1
+# One frame may carry a 1 M token prompt (4 MB as varints) or a chunk of KV blocks.
+GRPC_MAX_MESSAGE_BYTES = 64 << 20
+GRPC_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", GRPC_MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", GRPC_MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+]
+
+
+class Life:
+    """Tells a service when to stop, and tells whoever started it how far it has come."""
+
+    def __init__(self, notify_fd: int = -1) -> None:
+        self._stop = asyncio.Event()
+        self._notify_fd = notify_fd
+        self.exit_error: MeshError | None = None
+
+    def stop(self, error: MeshError | None = None) -> None:
+        """Ask for shutdown; with an error the process ends with a non-zero code and that line."""
+        self.exit_error = self.exit_error or error
+        self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    async def stopped(self) -> None:
+        """Return when the service should end; the only wait without a deadline."""
+        await self._stop.wait()
+
+    def progress(self, stage: str, fraction: float) -> None:
+        """Report a start-up stage (0…1)."""
+        self._notify({"stage": stage, "fraction": round(fraction, 3)})
+
+    def ready(self, **facts: object) -> None:
+        """Report that the service now takes work."""
+        self._notify({"ready": True, **facts})
+
+    def _notify(self, message: dict[str, object]) -> None:
+        if self._notify_fd < 0:
+            return
+        try:
+            os.write(self._notify_fd, json.dumps(message).encode() + b"\n")
+        except OSError:
+            # The supervisor is gone; its death is handled by PDEATHSIG, not here.
+            self._notify_fd = -1
+
+
+def run_service(
+    name: str,
+    config_class: type[ServiceConfigT],
+    serve: Callable[[ServiceConfigT, Life], Awaitable[None]],
+    argv: list[str] | None = None,
+    positional: str | None = None,
+) -> int:
+    """Run a service until SIGTERM or SIGINT and return its exit code: 0 done, 1 failed, 2 cannot start as configured."""
+    try:
+        config = load_config(
+            config_class, sys.argv[1:] if argv is None else argv, prog=f"pdmesh {name}", positional=positional
+        )
+        setup_logging(name, config.log_level, config.log_format)
+        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+            runner.run(_live(config, serve))
+    except ConfigError as exc:
+        sys.stderr.write(f"pdmesh {name}: {exc.message.removeprefix(f'pdmesh {name}: ')}\n")
+        return 2
+    except MeshError as exc:
+        sys.stderr.write(f"pdmesh {name}: {exc.message}\n")
+        return 1
+    return 0
+
+
+async def _live(config: ServiceConfigT, serve: Callable[[ServiceConfigT, Life], Awaitable[None]]) -> None:
+    life = Life(config.notify_fd)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, life.stop)
+    await serve(config, life)
+    if life.exit_error is not None:
+        raise life.exit_error
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to SIGKILL this process when the thread that started it dies. Call first in a child."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def advertised_host(config: ServiceConfig) -> str:
+    """Name under which peers reach this service."""
+    if config.advertise_host:
+        return config.advertise_host
+    return socket.gethostname() if config.host in ("0.0.0.0", "::") else config.host
+
+
+@asynccontextmanager
+async def http_server(app: Any, host: str, port: int) -> AsyncIterator[int]:
+    """Serve an ASGI app; yields the bound port. Raises ConfigError when the port is taken. Closing waits for no client."""
+    bound = _bind(host, port)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=64 << 10,
+        )
+    )
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    task = asyncio.create_task(server._serve([bound]))
+    try:
+        yield bound.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+        bound.close()
+
+
+@asynccontextmanager
+async def grpc_server(
+    host: str, port: int, secret: MeshSecret, register: Callable[[grpc.aio.Server], list[str]]
+) -> AsyncIterator[int]:
+    """Serve gRPC with health and reflection behind the mesh secret; yields the bound port.
+
+    `register` adds the servicers and returns their full names. Raises ConfigError when the port is taken.
+    """
+    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[AuthInterceptor(secret)])
+    names = register(server)
+    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    _bind(host, port).close()
+    try:
+        bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    except RuntimeError as exc:
+        raise _port_in_use(host, port) from exc
+    await server.start()
+    for name in ("", *names):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield bound
+    finally:
+        await health_servicer.enter_graceful_shutdown()
+        await server.stop(grace=1.0)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as exc:
+        bound.close()
+        if isinstance(exc, socket.gaierror) or exc.errno == 99:
+            raise ConfigError(f"host {host!r} is not an address of this machine") from exc
+        raise _port_in_use(host, port) from exc
+    return bound
+
+
+def _port_in_use(host: str, port: int) -> ConfigError:
+    return ConfigError(f"port {port} on {host} is in use; stop what listens there or choose another port")

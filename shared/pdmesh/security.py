@@ -1,0 +1,135 @@
+"""The mesh secret: what proves that a peer, a ticket or a stored block is ours.
+
+One secret is shared by all services of a mesh. Every use derives its own key, so that a MAC made for one purpose never
+passes for another. On loopback without a configured secret, a random one in a file only this user can read serves all
+services of the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pdmesh.config import ServiceConfig
+from pdmesh.errors import ConfigError
+
+MIN_SECRET_CHARS = 16
+AUTH_METADATA_KEY = "pdmesh-auth"
+
+
+class MeshSecret:
+    """Derives keys and MACs (HMAC-SHA256) from the shared secret."""
+
+    def __init__(self, secret: str) -> None:
+        self._root = hashlib.sha256(b"pdmesh-secret-v1\0" + secret.encode()).digest()
+
+    @classmethod
+    def load(cls, config: ServiceConfig) -> MeshSecret:
+        """Take the secret from `secret_file`, `secret`, or, on loopback, the per-user file. Raises ConfigError."""
+        if config.secret_file:
+            try:
+                secret = Path(config.secret_file).read_text(encoding="utf-8").strip()
+            except OSError as exc:
+                raise ConfigError(f"secret-file {config.secret_file} cannot be read: {exc.strerror}") from exc
+        else:
+            secret = config.secret
+        if not secret and not config.on_loopback:
+            raise ConfigError(
+                f"host {config.host} is reachable from other machines, so the mesh secret is required: "
+                f"set --secret-file or PDMESH_SECRET (at least {MIN_SECRET_CHARS} characters, the same on every service)"
+            )
+        secret = secret or _per_user_secret()
+        if len(secret) < MIN_SECRET_CHARS:
+            raise ConfigError(f"the mesh secret has {len(secret)} characters; at least {MIN_SECRET_CHARS} are needed")
+        return cls(secret)
+
+    def mac(self, purpose: str, data: bytes) -> bytes:
+        """32 bytes over `data` under the key for `purpose`."""
+        key = hmac.digest(self._root, purpose.encode(), "sha256")
+        return hmac.digest(key, data, "sha256")
+
+    def check(self, purpose: str, data: bytes, mac: bytes) -> bool:
+        """Compare in constant time."""
+        return hmac.compare_digest(self.mac(purpose, data), mac)
+
+    def call_metadata(self) -> tuple[tuple[str, str], ...]:
+        """gRPC metadata that authenticates a call to another service of the mesh."""
+        return ((AUTH_METADATA_KEY, self.mac("grpc", b"").hex()),)
+
+
+class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuse calls without the mesh's proof, but for health checks."""
+
+    def __init__(self, secret: MeshSecret) -> None:
+        self._expected = secret.mac("grpc", b"").hex()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        if handler_call_details.method.startswith("/grpc.health.v1.Health/") or handler is None:
+            return handler
+        given = dict(handler_call_details.invocation_metadata or ()).get(AUTH_METADATA_KEY, "")
+        if hmac.compare_digest(str(given).encode(), self._expected.encode()):
+            return handler
+        return _refuse_like(handler)
+
+
+def _refuse_like(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    """Make a handler of the same kind that ends every call with UNAUTHENTICATED."""
+
+    async def refuse_unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the mesh secret is missing or differs")
+
+    async def refuse_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the mesh secret is missing or differs")
+        yield  # makes this an async generator, as streaming handlers are
+
+    make: Any = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[(handler.request_streaming, handler.response_streaming)]
+    refuse = refuse_stream if handler.response_streaming else refuse_unary
+    made: grpc.RpcMethodHandler[Any, Any] = make(refuse, handler.request_deserializer, handler.response_serializer)
+    return made
+
+
+def _per_user_secret() -> str:
+    """Read or make the secret that all services of this user on this host share."""
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pdmesh"
+    path = folder / "mesh-secret"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            # Write aside and link: two services starting together both end up with the file that won.
+            draft = folder / f".mesh-secret-{os.getpid()}-{secrets.token_hex(4)}"
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(32))
+            try:
+                os.link(draft, path)
+            except FileExistsError:
+                pass
+            finally:
+                draft.unlink()
+        if path.stat().st_mode & 0o077 or path.stat().st_uid != os.getuid():
+            raise ConfigError(
+                f"{path} must belong to this user and be readable by no one else: chmod 600 it or remove it"
+            )
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as exc:
+        raise ConfigError(
+            f"the mesh secret cannot be kept in {folder}: {exc.strerror}; set PDMESH_SECRET instead"
+        ) from exc
