@@ -70,6 +70,12 @@ class HttpConfig(Settings):
 class EngineConfig(ServiceConfig, HttpConfig):
     """An engine service (prefill, decode, or both). Names and defaults are vLLM's where it has them."""
 
+    grpc_port: int = Field(default=8201, ge=0, le=65535)
+    """gRPC port for the proxy and for peers; 0: any free one."""
+    port: int = Field(default=8200, ge=0, le=65535)
+    """HTTP port; 0: any free one."""
+    engine_id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9_.-]*$")
+    """Name of this engine in the mesh; empty: role and a random suffix."""
     model: str = ""
     """Hugging Face directory or id, or a GGUF file."""
     served_model_name: str = ""
@@ -93,7 +99,7 @@ class EngineConfig(ServiceConfig, HttpConfig):
     enable_prefix_caching: bool = True
     """Reuse full blocks of earlier prompts."""
     kv_cache_memory_bytes: int = Field(default=0, ge=0)
-    """Size of the KV pool; 0: `gpu_memory_utilization` of free memory, at most 4 GiB on CPU."""
+    """Size of the KV pool; 0: `gpu_memory_utilization` of free memory, at most 2 GiB on CPU."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
     """Share of the device's memory for weights and KV when `kv_cache_memory_bytes` is 0; on CPU a share of free memory."""
     watermark: float = Field(default=0.0, ge=0, lt=1)
