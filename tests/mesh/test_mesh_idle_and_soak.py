@@ -1,0 +1,69 @@
+"""Idle is free and nothing leaks (promises 3 and 8)."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from pdmesh.models.source import DEMO_MODEL
+from support.mesh import Mesh, mesh
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(400)]
+
+
+def family(running: Mesh) -> list[psutil.Process]:
+    """All processes of the mesh: services, their cores, and their transports."""
+    roots = [psutil.Process(service.process.pid) for service in running.services]
+    return roots + [child for root in roots for child in root.children(recursive=True)]
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def private_bytes(processes: list[psutil.Process]) -> int:
+    """Memory that is not the shared pools: those fill with cached blocks by design."""
+    return sum(process.memory_info().rss - process.memory_info().shared for process in processes)
+
+
+@pytest.mark.parametrize("connector", ["shm", "nixl"])
+def test_an_idle_mesh_uses_under_one_percent_of_a_core(connector: str) -> None:
+    with mesh(DEMO_MODEL, connector=connector, kvcache_flags=()) as running:
+        running.complete("Warm up the path once before the rest.", max_tokens=4)
+        running.wait_nothing_held()
+        processes = family(running)
+        time.sleep(1)
+        before, start = cpu_seconds(processes), time.monotonic()
+        time.sleep(10)
+        used = (cpu_seconds(processes) - before) / (time.monotonic() - start)
+        assert used < 0.01, f"{used:.2%} of one core"
+
+
+@pytest.mark.full
+def test_sixteen_streams_for_two_minutes_leave_nothing_behind() -> None:
+    with mesh(DEMO_MODEL, kvcache_flags=()) as running:
+        rng = random.Random(0)
+
+        def ask(number: int) -> None:
+            prompt = [rng.randrange(1000, 40000) for _ in range(rng.choice((5, 40, 150)))]
+            running.complete(prompt, max_tokens=16, ignore_eos=True)
+
+        def run_for(seconds: float) -> int:
+            end, count = time.monotonic() + seconds, 0
+            with ThreadPoolExecutor(16) as pool:
+                while time.monotonic() < end:
+                    list(pool.map(ask, range(32)))
+                    count += 32
+            return count
+
+        run_for(20)
+        processes = family(running)
+        before = private_bytes(processes)
+        assert run_for(120) > 100
+        running.wait_nothing_held()
+        grown = private_bytes(processes) - before
+        assert grown < 24 << 20, f"{grown / 2**20:.1f} MiB more than after the warm-up"
