@@ -611,6 +611,7 @@ class HandshakeRequest(_message.Message):
     PROTOCOL_MAX_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINTS_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     """engine_id@epoch of the caller"""
     protocol_min: _builtins.int
@@ -618,6 +619,10 @@ class HandshakeRequest(_message.Message):
     model_fingerprint: _builtins.str
     @_builtins.property
     def layout_fingerprints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def block_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes of a block of each layout, in their order: the tier makes its arena for that layout with the first consumer."""
+
     def __init__(
         self,
         *,
@@ -626,10 +631,11 @@ class HandshakeRequest(_message.Message):
         protocol_max: _builtins.int = ...,
         layout_fingerprints: _abc.Iterable[_builtins.str] | None = ...,
         model_fingerprint: _builtins.str = ...,
+        block_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout_fingerprints", b"layout_fingerprints", "model_fingerprint", b"model_fingerprint", "peer_id", b"peer_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "layout_fingerprints", b"layout_fingerprints", "model_fingerprint", b"model_fingerprint", "peer_id", b"peer_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -950,12 +956,15 @@ class LookupReply(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_ARENA_FIELD_NUMBER: _builtins.int
     NUM_BACKING_FIELD_NUMBER: _builtins.int
+    PEER_ID_FIELD_NUMBER: _builtins.int
     num_hits: _builtins.int
     """leading keys that hit"""
     num_arena: _builtins.int
     """hits found in host memory"""
     num_backing: _builtins.int
     """hits promoted from Redis/Valkey"""
+    peer_id: _builtins.str
+    """of the arena that holds the slots; another than the known one: shake hands again"""
     @_builtins.property
     def blocks(self) -> Global___BlockList:
         """arena slots, one per hit"""
@@ -967,10 +976,11 @@ class LookupReply(_message.Message):
         blocks: Global___BlockList | None = ...,
         num_arena: _builtins.int = ...,
         num_backing: _builtins.int = ...,
+        peer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "num_arena", b"num_arena", "num_backing", b"num_backing", "num_hits", b"num_hits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "num_arena", b"num_arena", "num_backing", b"num_backing", "num_hits", b"num_hits", "peer_id", b"peer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
