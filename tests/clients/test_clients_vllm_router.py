@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -34,76 +36,45 @@ def free_port() -> int:
 
 
 def test_router_runs_both_legs_and_kv_moves(tmp_path: Path) -> None:
-    with mesh(DEMO_MODEL) as running:
-        url = start_router(running, tmp_path)
-        try:
-            alone = running.complete(PROMPT, max_tokens=8)
-            before = running.decode[0].metric("pdmesh_engine_transfer_bytes_total")
-            answer = httpx.post(
-                f"{url}/v1/completions",
-                json={"model": "smollm2-135m", "prompt": PROMPT + " ", "max_tokens": 8, "temperature": 0},
-                timeout=60,
-            )
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["choices"][0]["finish_reason"] == alone["choices"][0]["finish_reason"]
-            assert running.decode[0].metric("pdmesh_engine_transfer_bytes_total") > before
-            with httpx.stream(
-                "POST",
-                f"{url}/v1/chat/completions",
-                json={
-                    "model": "smollm2-135m",
-                    "messages": [{"role": "user", "content": PROMPT}],
-                    "max_tokens": 8,
-                    "stream": True,
-                },
-                timeout=60,
-            ) as stream:
-                assert stream.status_code == 200
-                assert "data: [DONE]" in "".join(stream.iter_text())
-            running.wait_nothing_held()
-        finally:
-            stop_router()
+    with mesh(DEMO_MODEL) as running, router(running, tmp_path) as url:
+        alone = running.complete(PROMPT, url=running.prefill[0].http, max_tokens=8)
+        before = running.decode[0].metric("pdmesh_engine_transfer_bytes_total")
+        body = {"model": "smollm2-135m", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == alone["choices"][0]["text"]
+        assert running.decode[0].metric("pdmesh_engine_transfer_bytes_total") > before
+
+        chat = {
+            "model": "smollm2-135m",
+            "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": 8,
+            "stream": True,
+        }
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=chat, timeout=60) as stream:
+            assert stream.status_code == 200
+            assert "data: [DONE]" in "".join(stream.iter_text())
+        running.wait_nothing_held(timeout_s=40)
 
 
-_ROUTERS: list[subprocess.Popen[bytes]] = []
-
-
-def start_router(running: Mesh, folder: Path) -> str:
-    assert ROUTER is not None
-    port = free_port()
-    log = (folder / "router.log").open("wb")
-    _ROUTERS.append(
-        subprocess.Popen(
-            [
-                ROUTER,
-                "--vllm-pd-disaggregation",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-                "--prefill",
-                running.prefill[0].http,
-                "--decode",
-                running.decode[0].http,
-                "--prometheus-port",
-                str(free_port()),
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    )
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                return url
-        except httpx.HTTPError:
+@contextlib.contextmanager
+def router(running: Mesh, folder: Path) -> Iterator[str]:
+    """A vllm-router process over the mesh's first prefill and decode; yields its URL."""
+    port, log_path = free_port(), folder / "router.log"
+    command = [str(ROUTER), "--vllm-pd-disaggregation", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prefill", running.prefill[0].http, "--decode", running.decode[0].http]
+    command += ["--prometheus-port", str(free_port())]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                    break
+            assert time.monotonic() < deadline, log_path.read_text(errors="replace")[-3000:]
             time.sleep(0.3)
-    raise AssertionError((folder / "router.log").read_text(errors="replace")[-3000:])
-
-
-def stop_router() -> None:
-    for process in _ROUTERS:
+        yield url
+    finally:
         process.terminate()
         process.wait(15)
-    _ROUTERS.clear()
