@@ -5,7 +5,6 @@ A service's main is `run_service("decode", DecodeConfig, serve, argv)`, where `s
 """
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
@@ -25,13 +24,23 @@ from grpc_reflection.v1alpha import reflection
 from pdmesh.config import ServiceConfig, load_config
 from pdmesh.errors import ConfigError, MeshError
 from pdmesh.logging import setup_logging
+from pdmesh.parent import die_with_parent
 from pdmesh.security import AuthInterceptor, MeshSecret
+
+__all__ = [
+    "GRPC_OPTIONS",
+    "Life",
+    "advertised_host",
+    "die_with_parent",
+    "grpc_server",
+    "http_server",
+    "run_service",
+]
 
 log = logging.getLogger(__name__)
 
 ServiceConfigT = TypeVar("ServiceConfigT", bound=ServiceConfig)
 
-PR_SET_PDEATHSIG = 1
 # One frame may carry a 1 M token prompt (4 MB as varints) or a chunk of KV blocks.
 GRPC_MAX_MESSAGE_BYTES = 64 << 20
 GRPC_OPTIONS: list[tuple[str, Any]] = [
@@ -127,11 +136,6 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to SIGKILL this process when the thread that started it dies. Call first in a child."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def advertised_host(config: ServiceConfig) -> str:
