@@ -1,0 +1,131 @@
+"""Pulls that are under way in one connector, and the single door through which each of them ends.
+
+Shared by the connectors: the process's loop adds, polls and cancels; the connector's own thread does the work and reports.
+"""
+
+import os
+import threading
+import time
+from enum import StrEnum
+
+from pdmesh.connector.base import Pull, PullResult
+from pdmesh.connector.pool import PoolShape
+
+
+class PullEnd(StrEnum):
+    """Reasons of a pull that did not succeed, besides `error:<text>`."""
+
+    STALE = "stale"
+    TIMEOUT = "timeout"
+    PEER_LOST = "peer_lost"
+    CANCELLED = "cancelled"
+
+
+def error_reason(text: object) -> str:
+    """Reason of a pull that failed for none of the named causes."""
+    return f"error:{text}"
+
+
+class ActivePull:
+    """One pull under way. The flags may be set by any thread; the connector's thread looks at them between copies."""
+
+    def __init__(self, pull: Pull) -> None:
+        self.pull = pull
+        self.started_s = time.monotonic()
+        self.deadline_s = self.started_s + pull.deadline_s
+        self.cancelled = False
+        self.peer_lost = False
+
+    def interruption(self) -> str:
+        """Why it should stop now; empty when it may go on."""
+        if self.cancelled:
+            return PullEnd.CANCELLED
+        if self.peer_lost:
+            return PullEnd.PEER_LOST
+        return PullEnd.TIMEOUT if time.monotonic() >= self.deadline_s else ""
+
+
+class ActivePulls:
+    """The pulls of one connector. Thread-safe. Each pull added ends in exactly one PullResult."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active: dict[str, ActivePull] = {}
+        self._results: list[PullResult] = []
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def add(self, pull: Pull) -> ActivePull:
+        """Take a pull in. Raises ValueError when its transfer id is under way already."""
+        active = ActivePull(pull)
+        with self._lock:
+            if pull.transfer_id in self._active:
+                raise ValueError(f"transfer {pull.transfer_id} is under way")
+            self._active[pull.transfer_id] = active
+        return active
+
+    def get(self, transfer_id: str) -> ActivePull | None:
+        """Find a pull that has not ended."""
+        return self._active.get(transfer_id)
+
+    def of_peer(self, peer_id: str) -> list[ActivePull]:
+        """All that pull from one peer."""
+        with self._lock:
+            return [active for active in self._active.values() if active.pull.peer_id == peer_id]
+
+    def all(self) -> list[ActivePull]:
+        """All that have not ended."""
+        with self._lock:
+            return list(self._active.values())
+
+    def finish(self, transfer_id: str, reason: str, num_bytes: int = 0) -> bool:
+        """End a pull; False when it had ended before. Call only when nothing writes to its target blocks any more."""
+        with self._lock:
+            active = self._active.pop(transfer_id, None)
+            if active is None:
+                return False
+            self._results.append(
+                PullResult(
+                    transfer_id=transfer_id,
+                    reason=reason,
+                    num_bytes=num_bytes,
+                    duration_s=time.monotonic() - active.started_s,
+                )
+            )
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+        return True
+
+    def take(self) -> list[PullResult]:
+        """Return what ended since the last call; `fileno` falls silent."""
+        with self._lock:
+            results, self._results = self._results, []
+            if results and self._wake_fd >= 0:
+                os.eventfd_read(self._wake_fd)
+        return results
+
+    def fileno(self) -> int:
+        """Readable while `take` has something to return."""
+        return self._wake_fd
+
+    def close(self) -> None:
+        """Close the descriptor; results that were not taken can still be."""
+        with self._lock:
+            fd, self._wake_fd = self._wake_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def fault_of(pull: Pull, source: PoolShape, target: PoolShape) -> str:
+    """Say what is wrong with a pull's block lists; empty when nothing is."""
+    num = len(pull.source_block_ids)
+    if len(pull.target_block_ids) != num or len(pull.generations) != num:
+        return error_reason("block lists differ in length")
+    for ids, shape, side in ((pull.source_block_ids, source, "source"), (pull.target_block_ids, target, "target")):
+        if ids and not 0 <= min(ids) <= max(ids) < shape.num_blocks:
+            return error_reason(f"a {side} block lies outside the pool")
+    if len(set(pull.target_block_ids)) != num:
+        return error_reason("a target block is named twice")
+    return ""

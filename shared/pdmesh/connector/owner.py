@@ -1,0 +1,184 @@
+"""The owner's end of every transfer: rpc service KVPeer over an offer table and a pool that this process may read.
+
+Engines and the kvcache service register it with their gRPC server. No call waits for an engine step; while nothing is
+offered `run` sleeps.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pdmesh.connector.pool import KVPool
+from pdmesh.errors import HandshakeRefused, InvalidRequest, MeshError, TransferFailed
+from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol import mesh_pb2_grpc
+from pdmesh.protocol.offers import EndedOffer, OfferTable
+from pdmesh.protocol.version import agree
+from pdmesh.protocol.wire import blocks_from_pb, blocks_to_pb, error_to_pb
+
+CHUNK_BYTES = 4 << 20
+"""Most bytes of blocks in one message of ReadBlocks; a block larger than this travels alone."""
+MAX_READ_BLOCKS = 1 << 16
+"""Most blocks one ReadBlocks call may ask for."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
+    """Servicer of KVPeer. `offers` stays the caller's: open, seal and release there, then call `settle`.
+
+    `pool` may be a read-only map. `connectors` is what the worker halves' `register` returned; `set_metadata` replaces
+    one later. `on_ended` is called on the event loop, once for every offer whose blocks must be let go. Empty fingerprints
+    on either side mean "opaque blocks, whoever reads them checks their keys" (the tier) and match any.
+    """
+
+    def __init__(
+        self,
+        *,
+        peer_id: str,
+        pool: KVPool,
+        offers: OfferTable,
+        connectors: dict[str, bytes],
+        model_fingerprint: str,
+        layout_fingerprints: list[str],
+        on_ended: Callable[[EndedOffer], None],
+    ) -> None:
+        self.offers = offers
+        self.bytes_read = 0
+        """Block bytes sent by ReadBlocks so far."""
+        self._peer_id = peer_id
+        self._pool = pool
+        self._connectors = dict(connectors)
+        self._model_fingerprint = model_fingerprint
+        self._layout_fingerprints = layout_fingerprints
+        self._on_ended = on_ended
+        self._changed = asyncio.Event()
+
+    def add_to(self, server: grpc.aio.Server) -> str:
+        """Register with a server; returns the service's full name."""
+        mesh_pb2_grpc.add_KVPeerServicer_to_server(self, server)
+        return pb.DESCRIPTOR.services_by_name["KVPeer"].full_name
+
+    def set_metadata(self, connector: str, metadata: bytes) -> None:
+        """Replace what later handshakes say of one connector."""
+        self._connectors[connector] = metadata
+
+    def settle(self) -> None:
+        """Report offers that ended and watch the leases that are left; call after changing `offers`."""
+        for ended in self.offers.take_ended():
+            self._on_ended(ended)
+        self._changed.set()
+
+    async def run(self) -> None:
+        """End leases when they are over; runs until cancelled, asleep until the next one is."""
+        while True:
+            self._changed.clear()
+            deadline = self.offers.next_deadline()
+            delay = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                async with asyncio.timeout(delay):
+                    await self._changed.wait()
+            except TimeoutError:
+                self.offers.expire()
+                self.settle()
+
+    async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:
+        """Agree on a protocol version and tell what the pool is; refuses layouts and models that differ."""
+        try:
+            version = agree(request.protocol_min, request.protocol_max, peer=request.peer_id)
+            check_fingerprints(
+                (request.peer_id, request.model_fingerprint, list(request.layout_fingerprints)),
+                (self._peer_id, self._model_fingerprint, self._layout_fingerprints),
+            )
+        except HandshakeRefused as exc:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, exc.message)
+        return pb.HandshakeReply(
+            peer_id=self._peer_id,
+            protocol=version,
+            layout_fingerprints=self._layout_fingerprints,
+            model_fingerprint=self._model_fingerprint,
+            num_blocks=self._pool.shape.num_blocks,
+            block_bytes=self._pool.shape.block_bytes,
+            connectors=[
+                pb.ConnectorMetadata(connector=name, metadata=metadata) for name, metadata in self._connectors.items()
+            ],
+        )
+
+    async def BeginTransfer(self, request: pb.BeginTransferRequest, context: Context) -> pb.BeginTransferReply:
+        """Let a consumer read an offer's blocks; a refusal is an ErrorInfo in the reply."""
+        try:
+            view = self.offers.begin(
+                request.transfer_id,
+                request.consumer_id,
+                request.offer_id,
+                request.digest,
+                [blocks_from_pb(group) for group in request.groups] or None,
+                remaining_s=request.remaining_ms / 1000,
+            )
+        except MeshError as exc:
+            return pb.BeginTransferReply(error=error_to_pb(exc))
+        finally:
+            self.settle()
+        return pb.BeginTransferReply(groups=[blocks_to_pb(group) for group in view.groups], num_tokens=view.num_tokens)
+
+    async def RenewTransfers(self, request: pb.RenewTransfersRequest, context: Context) -> pb.RenewTransfersReply:
+        """Extend the leases of running transfers; answers with those that have ended."""
+        ended = [each for each in request.transfer_ids if not self.offers.renew_transfer(each)]
+        self.settle()
+        return pb.RenewTransfersReply(ended=ended)
+
+    async def EndTransfer(self, request: pb.EndTransferRequest, context: Context) -> pb.EndTransferReply:
+        """Take note of a transfer's outcome."""
+        known = self.offers.end(request.transfer_id, request.committed, request.reason)
+        self.settle()
+        return pb.EndTransferReply(known=known)
+
+    async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Context) -> AsyncIterator[pb.BlockChunk]:
+        """Stream blocks, and with each chunk the generation words read after its data were copied."""
+        try:
+            chunks = read_chunks(self._pool, self._peer_id, request)
+        except TransferFailed as exc:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, exc.message)
+        except InvalidRequest as exc:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, exc.message)
+        for chunk in chunks:
+            yield chunk
+            self.bytes_read += len(chunk.data)
+
+
+def check_fingerprints(asked: tuple[str, str, list[str]], own: tuple[str, str, list[str]]) -> None:
+    """Raise HandshakeRefused, naming both sides' values, when two (peer id, model, layouts) cannot exchange KV."""
+    for what, theirs, ours in (
+        ("model fingerprint", asked[1], own[1]),
+        ("layout fingerprints", ", ".join(asked[2]), ", ".join(own[2])),
+    ):
+        if theirs and ours and theirs != ours:
+            raise HandshakeRefused(
+                f"{what} differ: {asked[0]} has [{theirs}], {own[0]} has [{ours}]; run the same model, dtype and block size"
+            )
+
+
+def read_chunks(pool: KVPool, peer_id: str, request: pb.ReadBlocksRequest) -> Iterator[pb.BlockChunk]:
+    """Cut the blocks asked for into messages. Raises TransferFailed for another owner, InvalidRequest for wrong ids."""
+    if request.peer_id != peer_id:
+        raise TransferFailed(f"peer_lost: the owner is now {peer_id}, not {request.peer_id}")
+    block_ids = list(request.block_ids)
+    if len(block_ids) > MAX_READ_BLOCKS or any(block_id >= pool.shape.num_blocks for block_id in block_ids):
+        raise InvalidRequest(
+            f"block_ids: at most {MAX_READ_BLOCKS} ids below {pool.shape.num_blocks} may be read at once"
+        )
+    return (_chunk(pool, ids) for ids in _split(block_ids, max(1, CHUNK_BYTES // pool.shape.block_bytes)))
+
+
+def _chunk(pool: KVPool, block_ids: list[int]) -> pb.BlockChunk:
+    data = pool.blocks[block_ids].tobytes()
+    # After the data: a block that got new content while it was copied shows a new word here.
+    return pb.BlockChunk(data=data, generations=pool.generations_of(block_ids))
+
+
+def _split(block_ids: list[int], most: int) -> Iterable[list[int]]:
+    return (block_ids[begin : begin + most] for begin in range(0, len(block_ids), most))

@@ -1,0 +1,202 @@
+"""How a pool's descriptor gets from its owner to a consumer on the same host, and nowhere else.
+
+The owner listens on an abstract Unix socket (no file, so nothing is left behind by SIGKILL). Both ends check the other's
+user id (SO_PEERCRED) and prove the mesh secret by a MAC over the other's fresh nonce. Then the owner passes a read-only
+descriptor (SCM_RIGHTS) with the shape and the inode of its pool. Equal inodes are what proves that memory is really shared:
+the consumer maps the very file the owner writes. The connection stays open and silent; its end tells the consumer
+that the owner is gone.
+"""
+
+import array
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+
+import msgspec
+
+from pdmesh.connector.pool import KVPool, PoolShape, read_only_fd
+from pdmesh.errors import HandshakeRefused
+from pdmesh.security import MeshSecret
+
+log = logging.getLogger(__name__)
+
+NONCE_BYTES = 32
+MAC_BYTES = 32
+MAX_MESSAGE_BYTES = 4096
+# An owner answers in microseconds; a stuck one must not hold the caller's loop for longer than `connect` may block.
+TIMEOUT_S = 2.0
+CONSUMER_PURPOSE = "shm-consumer"
+OWNER_PURPOSE = "shm-owner"
+
+
+class _Grant(msgspec.Struct, frozen=True, kw_only=True):
+    """What the owner says beside the descriptor."""
+
+    num_blocks: int
+    block_bytes: int
+    device: int
+    inode: int
+
+
+class PoolListener:
+    """The owner's end: hands its pool out until closed. One thread, asleep but for connections coming and going."""
+
+    def __init__(self, pool: KVPool, peer_id: str, secret: MeshSecret) -> None:
+        self.socket_name = f"pdmesh-shm-{secrets.token_hex(16)}"
+        self._pool_fd = read_only_fd(pool.fd)
+        self._shape = pool.shape
+        self._peer_id = peer_id
+        self._secret = secret
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind("\0" + self.socket_name)
+        self._socket.listen(64)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._stop_reader, self._stop_writer = socket.socketpair()
+        self._selector.register(self._stop_reader, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="shm-owner", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop handing out and end all connections; consumers see their peer as lost."""
+        self._stop_writer.send(b"\0")
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+        self._stop_writer.close()
+        os.close(self._pool_fd)
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                if connection is self._stop_reader:
+                    return
+                if connection is self._socket:
+                    self._accept()
+                else:
+                    # Consumers say nothing after the handshake: readable means closed.
+                    self._selector.unregister(connection)
+                    connection.close()
+
+    def _accept(self) -> None:
+        connection, _ = self._socket.accept()
+        try:
+            connection.settimeout(TIMEOUT_S)
+            self._grant(connection)
+        except (OSError, HandshakeRefused) as exc:
+            log.warning("a consumer was refused the KV pool: %s", exc)
+            connection.close()
+        else:
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _grant(self, connection: socket.socket) -> None:
+        _check_user(connection)
+        own_nonce = secrets.token_bytes(NONCE_BYTES)
+        connection.send(own_nonce)
+        answer = connection.recv(MAX_MESSAGE_BYTES)
+        mac, nonce = answer[:MAC_BYTES], answer[MAC_BYTES:]
+        expected = own_nonce + nonce + self._peer_id.encode()
+        if len(nonce) != NONCE_BYTES or not self._secret.check(CONSUMER_PURPOSE, expected, mac):
+            raise HandshakeRefused("it has another mesh secret or looks for another engine")
+        status = os.fstat(self._pool_fd)
+        body = msgspec.msgpack.encode(
+            _Grant(
+                num_blocks=self._shape.num_blocks,
+                block_bytes=self._shape.block_bytes,
+                device=status.st_dev,
+                inode=status.st_ino,
+            )
+        )
+        message = self._secret.mac(OWNER_PURPOSE, nonce + body) + body
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._pool_fd]))
+        connection.sendmsg([message], [rights])
+
+
+class SharedPool:
+    """The consumer's end: a peer's pool, mapped read-only, and the connection that tells whether the peer lives."""
+
+    def __init__(self, pool: KVPool, connection: socket.socket) -> None:
+        self.pool = pool
+        self._connection = connection
+        connection.setblocking(False)
+
+    @property
+    def owner_alive(self) -> bool:
+        """Whether the owner still holds its end; never blocks."""
+        try:
+            return self._connection.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Unmap and hang up."""
+        self.pool.close()
+        self._connection.close()
+
+
+def fetch_pool(socket_name: str, peer_id: str, shape: PoolShape, secret: MeshSecret) -> SharedPool:
+    """Get and map the pool of `peer_id`. Blocks at most 3 × 2 s. Raises HandshakeRefused when it is not to be had."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pool_fd = -1
+    try:
+        connection.settimeout(TIMEOUT_S)
+        connection.connect("\0" + socket_name)
+        _check_user(connection)
+        grant, pool_fd = _ask(connection, peer_id, secret)
+        if PoolShape(grant.num_blocks, grant.block_bytes) != shape:
+            raise HandshakeRefused(
+                f"the pool of {peer_id} has {grant.num_blocks} blocks of {grant.block_bytes} bytes, "
+                f"not {shape.num_blocks} of {shape.block_bytes}"
+            )
+        status = os.fstat(pool_fd)
+        if (status.st_dev, status.st_ino, status.st_size) != (grant.device, grant.inode, shape.total_bytes):
+            raise HandshakeRefused(f"what {peer_id} passed is not the memory it writes")
+        return SharedPool(KVPool(pool_fd, shape, writable=False), connection)
+    except (OSError, HandshakeRefused) as exc:
+        connection.close()
+        if isinstance(exc, HandshakeRefused):
+            raise
+        raise HandshakeRefused(f"the memory of {peer_id} cannot be shared from here: {exc}") from exc
+    finally:
+        if pool_fd >= 0:
+            os.close(pool_fd)
+
+
+def _ask(connection: socket.socket, peer_id: str, secret: MeshSecret) -> tuple[_Grant, int]:
+    """Run the consumer's side of the exchange; the caller closes the descriptor."""
+    owner_nonce = connection.recv(MAX_MESSAGE_BYTES)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.send(secret.mac(CONSUMER_PURPOSE, owner_nonce + nonce + peer_id.encode()) + nonce)
+    message, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    with contextlib.ExitStack() as on_failure:
+        for fd in fds:
+            on_failure.callback(os.close, fd)
+        if not message:
+            raise HandshakeRefused(f"{peer_id} refused to share memory: its mesh secret or its identity differs")
+        mac, body = message[:MAC_BYTES], message[MAC_BYTES:]
+        if not secret.check(OWNER_PURPOSE, nonce + body, mac) or len(fds) != 1:
+            raise HandshakeRefused(f"{peer_id} did not prove that it belongs to this mesh")
+        try:
+            grant = msgspec.msgpack.decode(body, type=_Grant)
+        except msgspec.MsgspecError as exc:
+            raise HandshakeRefused(f"{peer_id} describes its pool in a way this release cannot read: {exc}") from exc
+        on_failure.pop_all()
+        return grant, fds[0]
+
+
+def _check_user(connection: socket.socket) -> None:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    if user != os.geteuid():
+        raise HandshakeRefused(f"the other end runs as user {user}, this one as {os.geteuid()}")

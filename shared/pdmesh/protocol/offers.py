@@ -1,0 +1,396 @@
+"""Offers and transfers of a pool's owner: two tables of (state, event) -> state, and the leases that end what nobody ends.
+
+An *offer* holds blocks for whoever has its ticket; a *transfer* is one consumer's attempt to read them. Neither does I/O:
+the owner's servicer calls in, and takes out what has ended with `take_ended`.
+
+    offer      OPEN ──seal──► SEALED ──release / lease──► CLOSING ──last transfer ends──► ENDED
+    transfer   OPEN ──begin──► READING ──► COMMITTED | FAILED | EXPIRED | ABORTED
+
+The promises, kept for every order of calls: a transfer ends exactly once; an offer's blocks are given back exactly once,
+and never while a transfer reads them within its lease; when all leases are over nothing is left.
+"""
+
+import hmac
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import TypeVar
+
+from pdmesh.errors import Forbidden, TransferFailed
+from pdmesh.protocol.messages import GroupBlocks
+
+ValueT = TypeVar("ValueT")
+
+OFFER_LEASE_S = 10.0
+"""Life of an offer after its seal or its last renewal."""
+TRANSFER_LEASE_S = 10.0
+"""Life of a transfer after its begin or its last renewal."""
+RENEW_INTERVAL_S = 2.0
+"""How often whoever needs an offer or a transfer renews it."""
+NUM_REMEMBERED = 4096
+"""Ended offers and transfers that are remembered, so that a late call learns what became of them."""
+
+
+class OfferState(Enum):
+    OPEN = "open"
+    SEALED = "sealed"
+    CLOSING = "closing"
+    """Takes no new transfer; waits for those that read."""
+    ENDED = "ended"
+
+
+class OfferEvent(Enum):
+    SEAL = "seal"
+    CLOSE = "close"
+    """Released, or its lease is over."""
+    IDLE = "idle"
+    """No transfer reads from it."""
+
+
+class TransferState(Enum):
+    OPEN = "open"
+    READING = "reading"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+
+
+class TransferEvent(Enum):
+    BEGIN = "begin"
+    REFUSE = "refuse"
+    COMMIT = "commit"
+    FAIL = "fail"
+    EXPIRE = "expire"
+    ABORT = "abort"
+
+
+OFFER_TABLE: dict[tuple[OfferState, OfferEvent], OfferState] = {
+    (OfferState.OPEN, OfferEvent.SEAL): OfferState.SEALED,
+    (OfferState.OPEN, OfferEvent.CLOSE): OfferState.CLOSING,
+    (OfferState.SEALED, OfferEvent.CLOSE): OfferState.CLOSING,
+    (OfferState.CLOSING, OfferEvent.IDLE): OfferState.ENDED,
+}
+TRANSFER_TABLE: dict[tuple[TransferState, TransferEvent], TransferState] = {
+    (TransferState.OPEN, TransferEvent.BEGIN): TransferState.READING,
+    (TransferState.OPEN, TransferEvent.REFUSE): TransferState.FAILED,
+    (TransferState.READING, TransferEvent.COMMIT): TransferState.COMMITTED,
+    (TransferState.READING, TransferEvent.FAIL): TransferState.FAILED,
+    (TransferState.READING, TransferEvent.EXPIRE): TransferState.EXPIRED,
+    (TransferState.READING, TransferEvent.ABORT): TransferState.ABORTED,
+}
+
+
+class Reason(StrEnum):
+    """Why a begin is refused or an offer ended; the first word of the error's message."""
+
+    UNKNOWN = "unknown"
+    NOT_SEALED = "not_sealed"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    COMMITTED = "committed"
+    """The offer was for one consumer, and that one has it."""
+    DIGEST = "digest"
+    STALE = "stale"
+    FOREIGN_BLOCKS = "foreign_blocks"
+    FOREIGN_TRANSFER = "foreign_transfer"
+    TRANSFER_ENDED = "transfer_ended"
+
+
+ABORT_REASONS = frozenset({"cancelled", "aborted"})
+"""Reasons of a consumer that changed its mind, as opposed to one whose read failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferView:
+    """What a consumer may read."""
+
+    groups: list[GroupBlocks]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedOffer:
+    """An offer whose blocks the owner must let go now."""
+
+    offer_id: str
+    request_id: str
+    reason: Reason
+    """released, expired or committed."""
+    groups: list[GroupBlocks]
+    """Empty when it ended before its seal."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Offer:
+    offer_id: str
+    request_id: str
+    digest: bytes
+    lease_s: float
+    release_on_commit: bool
+    deadline_s: float
+    state: OfferState = OfferState.OPEN
+    groups: list[GroupBlocks] = field(default_factory=list)
+    num_tokens: int = 0
+    reading: set[str] = field(default_factory=set)
+    reason: Reason = Reason.RELEASED
+
+    def on(self, event: OfferEvent) -> None:
+        self.state = OFFER_TABLE[self.state, event]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Transfer:
+    transfer_id: str
+    consumer_id: str
+    offer: _Offer
+    view: OfferView
+    deadline_s: float
+    last_deadline_s: float
+    """No renewal goes beyond this: the consumer's own request is over then."""
+    state: TransferState = TransferState.OPEN
+
+    def on(self, event: TransferEvent) -> None:
+        self.state = TRANSFER_TABLE[self.state, event]
+
+
+class OfferTable:
+    """All offers and transfers of one owner. Not thread-safe: lives on the owner's event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._offers: dict[str, _Offer] = {}
+        self._transfers: dict[str, _Transfer] = {}
+        self._ended: list[EndedOffer] = []
+        self._past_offers: OrderedDict[str, Reason] = OrderedDict()
+        self._past_transfers: OrderedDict[str, TransferState] = OrderedDict()
+        self.offers_ended: Counter[Reason] = Counter()
+        """Offers ended so far, by reason."""
+        self.transfers_ended: Counter[TransferState] = Counter()
+        """Transfers ended so far, by outcome; a refused begin counts as failed."""
+
+    @property
+    def num_open(self) -> int:
+        """Offers whose blocks are still held."""
+        return len(self._offers)
+
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that read now."""
+        return len(self._transfers)
+
+    def open(
+        self,
+        offer_id: str,
+        *,
+        request_id: str,
+        digest: bytes,
+        lease_s: float = OFFER_LEASE_S,
+        release_on_commit: bool = False,
+        seal_within_s: float = 600.0,
+    ) -> None:
+        """Start an offer. Its lease starts at the seal; until then it lives `seal_within_s`, the request's own deadline."""
+        if offer_id in self._offers or offer_id in self._past_offers:
+            raise ValueError(f"offer {offer_id} was opened before")
+        self._offers[offer_id] = _Offer(
+            offer_id=offer_id,
+            request_id=request_id,
+            digest=digest,
+            lease_s=lease_s,
+            release_on_commit=release_on_commit,
+            deadline_s=self._clock() + seal_within_s,
+        )
+
+    def seal(self, offer_id: str, groups: list[GroupBlocks], num_tokens: int) -> bool:
+        """Say that the blocks are complete. False when the offer has ended meanwhile: there is nothing more to do."""
+        self.expire()
+        offer = self._offers.get(offer_id)
+        if offer is None or offer.state is not OfferState.OPEN:
+            return False
+        offer.on(OfferEvent.SEAL)
+        offer.groups, offer.num_tokens = groups, num_tokens
+        offer.deadline_s = self._clock() + offer.lease_s
+        return True
+
+    def begin(
+        self,
+        transfer_id: str,
+        consumer_id: str,
+        offer_id: str,
+        digest: bytes,
+        groups: list[GroupBlocks] | None = None,
+        *,
+        remaining_s: float = 600.0,
+    ) -> OfferView:
+        """Let a consumer read an offer, or the blocks of it named in `groups`; repeating a begin changes nothing.
+
+        `groups` may leave generations out. Raises TransferFailed (unknown, not_sealed, released, expired, committed,
+        digest, stale, transfer_ended) or Forbidden (blocks that are not the offer's, another consumer's transfer).
+        """
+        self.expire()
+        if (running := self._transfers.get(transfer_id)) is not None:
+            if running.consumer_id != consumer_id or running.offer.offer_id != offer_id:
+                raise Forbidden(f"{Reason.FOREIGN_TRANSFER}: transfer {transfer_id} is not {consumer_id}'s")
+            return running.view
+        if transfer_id in self._past_transfers:
+            outcome = self._past_transfers[transfer_id].value
+            raise TransferFailed(f"{Reason.TRANSFER_ENDED}: transfer {transfer_id} has ended already, {outcome}")
+        try:
+            offer = self._readable(offer_id, digest)
+            view = _view(offer, groups)
+        except (TransferFailed, Forbidden):
+            self._remember_transfer(transfer_id, TRANSFER_TABLE[TransferState.OPEN, TransferEvent.REFUSE])
+            raise
+        now = self._clock()
+        transfer = _Transfer(
+            transfer_id=transfer_id,
+            consumer_id=consumer_id,
+            offer=offer,
+            view=view,
+            deadline_s=now,
+            last_deadline_s=now + remaining_s,
+        )
+        transfer.on(TransferEvent.BEGIN)
+        self._transfers[transfer_id] = transfer
+        offer.reading.add(transfer_id)
+        self._extend(transfer)
+        return view
+
+    def renew(self, offer_id: str) -> bool:
+        """Give an offer a fresh lease; False when it takes no new transfer any more."""
+        self.expire()
+        offer = self._offers.get(offer_id)
+        if offer is None or offer.state is OfferState.CLOSING:
+            return False
+        if offer.state is OfferState.SEALED:
+            offer.deadline_s = max(offer.deadline_s, self._clock() + offer.lease_s)
+        return True
+
+    def renew_transfer(self, transfer_id: str) -> bool:
+        """Give a transfer, and with it its offer, more time; False when it has ended."""
+        self.expire()
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            return False
+        self._extend(transfer)
+        return True
+
+    def end(self, transfer_id: str, committed: bool, reason: str = "") -> bool:
+        """End a transfer as its consumer says; False when it is unknown or has ended already, which changes nothing."""
+        self.expire()
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            return False
+        if committed:
+            self._end_transfer(transfer, TransferEvent.COMMIT)
+        else:
+            self._end_transfer(transfer, TransferEvent.ABORT if reason in ABORT_REASONS else TransferEvent.FAIL)
+        return True
+
+    def release(self, offer_id: str) -> bool:
+        """End an offer as soon as nothing reads from it; False when it was ending already or is unknown."""
+        self.expire()
+        offer = self._offers.get(offer_id)
+        if offer is None or offer.state is OfferState.CLOSING:
+            return False
+        self._close(offer, Reason.RELEASED)
+        return True
+
+    def release_all(self) -> None:
+        """Release every offer, as a draining owner does."""
+        for offer_id in list(self._offers):
+            self.release(offer_id)
+
+    def expire(self) -> None:
+        """End what is over its lease. Looks at everything: a long lease in front hides no short one behind it."""
+        now = self._clock()
+        for transfer in [each for each in self._transfers.values() if each.deadline_s <= now]:
+            self._end_transfer(transfer, TransferEvent.EXPIRE)
+        for offer in [each for each in self._offers.values() if each.deadline_s <= now]:
+            if offer.state is not OfferState.CLOSING:
+                self._close(offer, Reason.EXPIRED)
+
+    def next_deadline(self) -> float | None:
+        """Clock time at which `expire` will next have something to do, None when nothing is open."""
+        deadlines = [transfer.deadline_s for transfer in self._transfers.values()]
+        deadlines += [offer.deadline_s for offer in self._offers.values() if offer.state is not OfferState.CLOSING]
+        return min(deadlines, default=None)
+
+    def take_ended(self) -> list[EndedOffer]:
+        """Return the offers that ended since the last call; each appears in exactly one answer."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _readable(self, offer_id: str, digest: bytes) -> _Offer:
+        offer = self._offers.get(offer_id)
+        if offer is None:
+            reason = self._past_offers.get(offer_id, Reason.UNKNOWN)
+            raise TransferFailed(f"{reason}: offer {offer_id} is not held here")
+        if offer.state is OfferState.CLOSING:
+            raise TransferFailed(f"{offer.reason}: offer {offer_id} is ending")
+        if offer.state is OfferState.OPEN:
+            raise TransferFailed(f"{Reason.NOT_SEALED}: offer {offer_id} is still being computed")
+        if not hmac.compare_digest(offer.digest, digest):
+            raise TransferFailed(f"{Reason.DIGEST}: offer {offer_id} was computed for another request")
+        return offer
+
+    def _extend(self, transfer: _Transfer) -> None:
+        until = min(self._clock() + TRANSFER_LEASE_S, transfer.last_deadline_s)
+        transfer.deadline_s = max(transfer.deadline_s, until)
+        # An offer never ends by its own lease under a transfer that is within its.
+        transfer.offer.deadline_s = max(transfer.offer.deadline_s, transfer.deadline_s)
+
+    def _end_transfer(self, transfer: _Transfer, event: TransferEvent) -> None:
+        transfer.on(event)
+        del self._transfers[transfer.transfer_id]
+        self._remember_transfer(transfer.transfer_id, transfer.state)
+        offer = transfer.offer
+        offer.reading.discard(transfer.transfer_id)
+        if transfer.state is TransferState.COMMITTED and offer.release_on_commit and offer.state is OfferState.SEALED:
+            self._close(offer, Reason.COMMITTED)
+        elif offer.state is OfferState.CLOSING and not offer.reading:
+            self._give_back(offer)
+
+    def _close(self, offer: _Offer, reason: Reason) -> None:
+        offer.on(OfferEvent.CLOSE)
+        offer.reason = reason
+        if not offer.reading:
+            self._give_back(offer)
+
+    def _give_back(self, offer: _Offer) -> None:
+        offer.on(OfferEvent.IDLE)
+        del self._offers[offer.offer_id]
+        self.offers_ended[offer.reason] += 1
+        _remember(self._past_offers, offer.offer_id, offer.reason)
+        self._ended.append(
+            EndedOffer(offer_id=offer.offer_id, request_id=offer.request_id, reason=offer.reason, groups=offer.groups)
+        )
+
+    def _remember_transfer(self, transfer_id: str, state: TransferState) -> None:
+        self.transfers_ended[state] += 1
+        _remember(self._past_transfers, transfer_id, state)
+
+
+def _view(offer: _Offer, groups: list[GroupBlocks] | None) -> OfferView:
+    """Narrow an offer to the blocks a consumer names, with the generations the owner knows."""
+    if not groups:
+        return OfferView(groups=offer.groups, num_tokens=offer.num_tokens)
+    offered = {each.group: dict(zip(each.block_ids, each.generations, strict=True)) for each in offer.groups}
+    narrowed = []
+    for wanted in groups:
+        known = offered.get(wanted.group, {})
+        if missing := [block_id for block_id in wanted.block_ids if block_id not in known]:
+            raise Forbidden(f"{Reason.FOREIGN_BLOCKS}: block {missing[0]} is not in offer {offer.offer_id}")
+        generations = [known[block_id] for block_id in wanted.block_ids]
+        if wanted.generations and wanted.generations != generations:
+            raise TransferFailed(f"{Reason.STALE}: blocks of offer {offer.offer_id} have newer content")
+        narrowed.append(GroupBlocks(group=wanted.group, block_ids=wanted.block_ids, generations=generations))
+    return OfferView(groups=narrowed, num_tokens=offer.num_tokens)
+
+
+def _remember(memory: "OrderedDict[str, ValueT]", key: str, value: ValueT) -> None:
+    memory[key] = value
+    while len(memory) > NUM_REMEMBERED:
+        memory.popitem(last=False)
