@@ -8,6 +8,7 @@ it read-only. Nothing has a name in the file system, so nothing is left behind w
 import contextlib
 import mmap
 import os
+import secrets
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,8 +72,11 @@ def create_pool_file(name: str) -> int:
 
 
 def size_pool_file(fd: int, shape: PoolShape) -> None:
-    """Give the file its size. Memory is taken page by page as blocks are first written."""
+    """Give the file its size and its first generation words. Memory is taken page by page as blocks are first written."""
     os.ftruncate(fd, shape.total_bytes)
+    # A random start: what was promised of one start of an owner never matches the pool of its next.
+    first = secrets.randbits(62).to_bytes(8, "little")
+    os.pwrite(fd, first * shape.num_blocks, 0)
 
 
 def read_only_fd(fd: int) -> int:
