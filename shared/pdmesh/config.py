@@ -156,13 +156,17 @@ def load_config(
 
 
 def _parser(cls: type[Settings], prog: str, positional: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, allow_abbrev=False)
+    usage = "%(prog)s [options]" + (f" [{positional}]" if positional else "")
+    parser = argparse.ArgumentParser(
+        prog=prog, usage=usage, description=cls.__doc__, exit_on_error=False, allow_abbrev=False
+    )
     parser.error = _raise_config_error(prog)  # type: ignore[method-assign]
     parser.add_argument("--config", default="", metavar="FILE", help="TOML file with any of the settings below")
     for name, field in cls.model_fields.items():
         flag = "--" + name.replace("_", "-")
         text = (field.description or "").replace("%", "%%")
-        text += "" if field.default in ("", [], None) else f" (default: {field.default})"
+        default = ",".join(map(str, field.default)) if isinstance(field.default, list) else field.default
+        text += "" if default in ("", None) else f" (default: {default})"
         if name == positional:
             parser.add_argument(name, nargs="?", default=None, help=text)
             parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -203,6 +207,10 @@ def _split(cls: type[Settings], name: str, value: Any) -> Any:
 
 def _one_line(exc: ValidationError) -> str:
     first = exc.errors()[0]
-    field = ".".join(str(part) for part in first["loc"]) or "configuration"
+    field = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:
+        # A check over several fields: its input is all of them, secrets included.
+        return message
     shown = "" if field in ("secret", "api_key") else f" (got {first['input']!r})"
-    return f"{field.replace('_', '-')}: {first['msg']}{shown}"
+    return f"{field.replace('_', '-')}: {message}{shown}"

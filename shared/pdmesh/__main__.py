@@ -1,0 +1,3 @@
+from pdmesh.cli import main
+
+main()

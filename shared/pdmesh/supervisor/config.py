@@ -1,0 +1,81 @@
+"""Configuration of `pdmesh up`: what to start and what to hand to it."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from pdmesh.config import LOOPBACK_HOSTS, Settings
+from pdmesh.models.source import DEMO_MODEL
+
+MAX_REPLICAS = 64
+
+
+class UpConfig(Settings):
+    """Start a whole mesh on this machine: Valkey, kvcache, prefill, decode and proxy, each a process of its own."""
+
+    model: str = DEMO_MODEL
+    """Hugging Face directory or id, GGUF file, or the name of the demo model."""
+    served_model_name: str = ""
+    """Name in the API; empty: derived from `model`."""
+    prefill: int = Field(default=1, ge=0, le=MAX_REPLICAS)
+    """Prefill engines to start."""
+    decode: int = Field(default=1, ge=1, le=MAX_REPLICAS)
+    """Decode engines to start."""
+    aggregated: bool = False
+    """One engine does prefill and decode: no disaggregation."""
+    connector: list[Literal["shm", "nixl", "grpc"]] = Field(default=["shm", "grpc"])
+    """Ways to move KV between engines, in order of preference, comma-separated."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Weights and KV."""
+    host: str = "127.0.0.1"
+    """Address of the proxy; all others stay on loopback. Off loopback the mesh secret is required."""
+    port: int = Field(default=8000, ge=1, le=65535)
+    """Port of the proxy."""
+    api_key: list[str] = Field(default=[], repr=False)
+    """Keys that clients may use, comma-separated. Empty: no check."""
+    max_model_len: int = Field(default=0, ge=0)
+    """Longest prompt plus output, tokens; 0: the model's own limit."""
+    kv_cache_memory_bytes: int = Field(default=0, ge=0)
+    """Size of each engine's KV pool; 0: the engine decides."""
+    cpu_threads: int = Field(default=0, ge=0, le=1024)
+    """Compute threads of each engine; 0: the machine's cores divided by the engines."""
+    kvcache: bool = True
+    """Start the KV-cache tier."""
+    valkey: str = ""
+    """URL of a Redis or Valkey server for the tier, redis://…; empty: an embedded Valkey is started."""
+    valkey_memory_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    """Most memory that the embedded Valkey takes; what was used longest ago goes first."""
+    prefill_args: str = ""
+    """Further flags for every prefill engine, as one string: "--max-num-batched-tokens 512"."""
+    decode_args: str = ""
+    """Further flags for every decode engine."""
+    kvcache_args: str = ""
+    """Further flags for kvcache."""
+    proxy_args: str = ""
+    """Further flags for the proxy."""
+    secret: str = Field(default="", repr=False)
+    """Mesh secret; empty: a random one for this run. Prefer PDMESH_SECRET to the flag: flags are visible to all users."""
+    secret_file: str = ""
+    """File with the mesh secret; wins over `secret`."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that the services log."""
+    log_dir: str = ""
+    """Folder for the services' logs; empty: `logs` in this mesh's runtime folder."""
+    startup_timeout_s: float = Field(default=900.0, gt=0, le=86400)
+    """Seconds until everything must be ready; loading a large model takes most of it."""
+    drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
+    """Seconds that running requests get to finish on Ctrl-C; a second Ctrl-C ends them at once."""
+
+    @model_validator(mode="after")
+    def _check_secret(self) -> "UpConfig":
+        if self.host not in LOOPBACK_HOSTS and not (self.secret or self.secret_file):
+            raise ValueError(
+                f"host {self.host} is reachable from other machines, so the mesh secret is required: "
+                "set --secret-file or PDMESH_SECRET (at least 16 characters)"
+            )
+        return self
+
+    @property
+    def num_prefill(self) -> int:
+        """Prefill engines that `aggregated` leaves."""
+        return 0 if self.aggregated else self.prefill

@@ -1,0 +1,76 @@
+"""What `pdmesh up` shows: progress while it starts, then a table and commands to try; plain lines without a terminal."""
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pdmesh.supervisor.keeper import Keeper, KeeperState
+
+
+class Display:
+    """Draws from the keepers' state whenever `update` is called; has no thread of its own."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._seen: dict[str, KeeperState] = {}
+        self._tasks: dict[str, TaskID] = {}
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            # No refresh thread: the supervisor forks, and forks from one thread only.
+            self._progress = Progress(
+                TextColumn("{task.description:<12}"),
+                BarColumn(24),
+                TextColumn("{task.fields[stage]}"),
+                TimeElapsedColumn(),
+                console=console,
+                auto_refresh=False,
+                transient=True,
+            )
+            self._progress.start()
+
+    def update(self, keepers: list[Keeper]) -> None:
+        """Show what changed."""
+        for keeper in keepers:
+            if self._progress is not None:
+                self._draw(self._progress, keeper)
+            elif self._seen.get(keeper.spec.name) is not keeper.state:
+                self._seen[keeper.spec.name] = keeper.state
+                self._console.print(f"{keeper.spec.name}: {keeper.state}", highlight=False)
+        if self._progress is not None:
+            self._progress.refresh()
+
+    def say(self, text: str) -> None:
+        """Print news, above the progress while that is shown."""
+        self._console.print(escape(text), highlight=False, soft_wrap=True)
+
+    def stop_progress(self) -> None:
+        """Take the progress away, for good."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        self._seen = {}
+
+    def table(self, keepers: list[Keeper]) -> None:
+        """Print one line per service."""
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for title in ("service", "pid", "http", "grpc", "log"):
+            table.add_column(title, overflow="fold")
+        for keeper in keepers:
+            child = keeper.child
+            facts = child.facts if child is not None else {}
+            table.add_row(
+                keeper.spec.name,
+                str(child.pid) if child is not None else "-",
+                str(facts.get("http_port", "-")),
+                str(facts.get("grpc_port", "-")),
+                keeper.log_path,
+            )
+        self._console.print(table, soft_wrap=True)
+
+    def _draw(self, progress: Progress, keeper: Keeper) -> None:
+        name, child = keeper.spec.name, keeper.child
+        if name not in self._tasks:
+            self._tasks[name] = progress.add_task(name, total=1.0, stage="")
+        stage = child.stage if child is not None else str(keeper.state)
+        progress.update(self._tasks[name], completed=child.fraction if child is not None else 0.0, stage=stage)

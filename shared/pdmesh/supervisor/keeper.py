@@ -1,0 +1,166 @@
+"""Keeps one child alive: restarts it with backoff when it crashes, and knows when that is pointless."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+from pdmesh.errors import ConfigError, InternalError, MeshError
+from pdmesh.supervisor.child import Child
+from pdmesh.supervisor.plan import ChildSpec
+from pdmesh.supervisor.runtime import RuntimeFolder
+
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+HEALTHY_AFTER_S = 60.0
+# A first start that fails this often is not going to work; a config error is taken at its word at once.
+MAX_FIRST_STARTS = 3
+# After it has worked before, a config error may be passing: a port not yet free, a file being replaced.
+MAX_CONFIG_ERRORS = 5
+CONFIG_ERROR_CODE = 2
+REPORTED_LINES = 5
+
+
+class KeeperState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    WAITING = "restarting"
+    STOPPING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Keeper:
+    """Owns the lives of one child. `run()` is its task; `changed` is called on every change, `report` with news."""
+
+    def __init__(
+        self,
+        spec: ChildSpec,
+        runtime: RuntimeFolder,
+        *,
+        changed: Callable[[], None],
+        report: Callable[[str], None],
+    ) -> None:
+        self.spec = spec
+        self.restarts = 0
+        self.gone = False
+        """Whether `run()` has ended."""
+        self.first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when it was ready once; holds the error when it never will be."""
+        self._log_path = runtime.log_path(spec.name)
+        self._changed = changed
+        self._report = report
+        self._child: Child | None = None
+        self._stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def child(self) -> Child | None:
+        """The present life, if there is one."""
+        return self._child if self._child is not None and self._child.pid else None
+
+    @property
+    def state(self) -> KeeperState:
+        """Where it stands now."""
+        if self.gone:
+            return KeeperState.STOPPED if self._stop.is_set() else KeeperState.FAILED
+        if self._stop.is_set():
+            return KeeperState.STOPPING
+        if self.child is None:
+            return KeeperState.WAITING if self.restarts else KeeperState.STARTING
+        return KeeperState.READY if self.child.ready.is_set() else KeeperState.STARTING
+
+    @property
+    def log_path(self) -> str:
+        return str(self._log_path)
+
+    def start(self) -> None:
+        """Begin its first life; the log of an earlier `up` is emptied."""
+        self._log_path.write_bytes(b"")
+        self._task = asyncio.create_task(self._run(), name=self.spec.name)
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL after `grace_s`; returns when nothing of it is left."""
+        self._stop.set()
+        if self._task is None:
+            return
+        if self.child is not None:
+            self.child.terminate()
+            self._changed()
+        done, _ = await asyncio.wait([self._task], timeout=grace_s)
+        if not done:
+            self._report(f"{self.spec.name} did not end in {grace_s:.0f} s and is killed")
+            self.kill()
+        await self._task
+
+    def kill(self) -> None:
+        """End it at once, and do not start it again."""
+        self._stop.set()
+        if self.child is not None:
+            self.child.kill()
+
+    async def _run(self) -> None:
+        try:
+            await self._live_on()
+        finally:
+            self.gone = True
+            if not self.first_ready.done():
+                self.first_ready.set_exception(InternalError(f"{self.spec.name} was stopped before it was ready"))
+            # Nobody may be waiting for it any more.
+            self.first_ready.exception()
+            self._changed()
+
+    async def _live_on(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        config_errors = 0
+        while not self._stop.is_set():
+            child = self._child = Child(self.spec, self._log_path, self._child_changed)
+            code = await child.live()
+            if self._stop.is_set():
+                return
+            self.restarts += 1
+            config_errors = config_errors + 1 if code == CONFIG_ERROR_CODE else 0
+            error = self._hopeless(child, code, config_errors)
+            if error is not None:
+                self._give_up(error)
+                return
+            if child.ready.is_set() and time.monotonic() - child.ready_at_s >= HEALTHY_AFTER_S:
+                backoff_s = FIRST_BACKOFF_S
+            self._report(_obituary(child, code, f"restarted in {backoff_s:g} s"))
+            self._changed()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), backoff_s)
+            backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+
+    def _child_changed(self) -> None:
+        if self._child is not None and self._child.ready.is_set() and not self.first_ready.done():
+            self.first_ready.set_result(None)
+        self._changed()
+
+    def _hopeless(self, child: Child, code: int, config_errors: int) -> MeshError | None:
+        """The error that ends the restarts, or None."""
+        last = (child.last_lines(1) or ["it wrote nothing to its log"])[0]
+        worked_before = self.first_ready.done()
+        if code == CONFIG_ERROR_CODE and (not worked_before or config_errors >= MAX_CONFIG_ERRORS):
+            return ConfigError(f"{self.spec.name}: {last.removeprefix(f'pdmesh {self.spec.role}: ')}")
+        if not worked_before and self.restarts >= MAX_FIRST_STARTS:
+            return InternalError(
+                f"{self.spec.name} failed {self.restarts} times at start ({_cause(code)}): {last}; see {self._log_path}"
+            )
+        return None
+
+    def _give_up(self, error: MeshError) -> None:
+        if self.first_ready.done():
+            self._report(f"{error.message}; it is not restarted any more")
+        else:
+            self.first_ready.set_exception(error)
+
+
+def _obituary(child: Child, code: int, what_next: str) -> str:
+    lines = [f"{child.spec.name} ended ({_cause(code)}), {what_next}; its last log lines:"]
+    return "\n".join(lines + [f"    {line}" for line in child.last_lines(REPORTED_LINES)])
+
+
+def _cause(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"

@@ -1,0 +1,120 @@
+"""The life of `pdmesh up`: configuration, folder, children, signals, and nothing left behind."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from pdmesh.config import load_config
+from pdmesh.errors import ConfigError, MeshError
+from pdmesh.models.source import resolve
+from pdmesh.supervisor.config import UpConfig
+from pdmesh.supervisor.control import bind_control, control_server
+from pdmesh.supervisor.display import Display
+from pdmesh.supervisor.mesh import Mesh
+from pdmesh.supervisor.plan import Plan
+from pdmesh.supervisor.runtime import RuntimeFolder
+
+PROG = "pdmesh up"
+LOG_CHECK_INTERVAL_S = 60.0
+
+
+def run_up(argv: list[str]) -> int:
+    """Run a mesh until SIGINT or SIGTERM; returns the exit code: 0 done, 1 failed, 2 cannot start as configured."""
+    try:
+        config = load_config(UpConfig, argv, prog=PROG)
+        return asyncio.run(_up(config))
+    except MeshError as exc:
+        sys.stderr.write(f"{PROG}: {exc.message.removeprefix(f'{PROG}: ')}\n")
+        return 2 if isinstance(exc, ConfigError) else 1
+
+
+async def _up(config: UpConfig) -> int:
+    # Whatever can be refused is refused here, before the first process.
+    bound = bind_control(config.port)
+    try:
+        source = resolve(config.model)
+        runtime = RuntimeFolder.open(os.environ.get("XDG_STATE_HOME", ""), config.port, config.log_dir)
+        plan = Plan(config, runtime, os.environ)
+    except BaseException:
+        bound.close()
+        raise
+    display = Display(Console(stderr=False))
+    mesh = Mesh(config, plan, runtime, changed=lambda: display.update(mesh.keepers), report=display.say)
+    stop = _stop_on_signals(mesh, display)
+    display.say(f"pdmesh: {source.name} from {source.path}")
+    for line in plan.moved:
+        display.say(line)
+    try:
+        async with control_server(bound, mesh.scale):
+            if await _started(mesh, stop):
+                display.stop_progress()
+                _welcome(config, source.name, mesh, display)
+                await _watch_logs(mesh, runtime, stop)
+    finally:
+        display.stop_progress()
+        await mesh.drain()
+        runtime.close()
+    display.say("stopped; nothing is left running")
+    return 0
+
+
+def _stop_on_signals(mesh: Mesh, display: Display) -> asyncio.Event:
+    """The first signal drains, the second kills."""
+    stop = asyncio.Event()
+
+    def stop_or_kill() -> None:
+        if stop.is_set():
+            display.say("killing what still runs")
+            mesh.kill()
+            return
+        display.say("draining; once more to kill at once")
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop_or_kill)
+    return stop
+
+
+async def _started(mesh: Mesh, stop: asyncio.Event) -> bool:
+    """Start the mesh; False when a signal came first. Raises what `mesh.start` raises."""
+    starting = asyncio.create_task(mesh.start())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if starting.done():
+        starting.result()
+        return not stop.is_set()
+    starting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await starting
+    return False
+
+
+async def _watch_logs(mesh: Mesh, runtime: RuntimeFolder, stop: asyncio.Event) -> None:
+    """Wait for the end, and keep the logs bounded meanwhile."""
+    while not stop.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), LOG_CHECK_INTERVAL_S)
+        runtime.rotate_logs(keeper.spec.name for keeper in mesh.keepers)
+
+
+def _welcome(config: UpConfig, model_name: str, mesh: Mesh, display: Display) -> None:
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
+    url = f"http://{host}:{config.port}/v1"
+    # Not the key itself: terminals are recorded.
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
+    body = '{"model": "%s", "prompt": "The capital of France is", "max_tokens": 16}'
+    name = config.served_model_name or model_name
+    program = "pdmesh" if Path(sys.argv[0]).name == "pdmesh" else f"{sys.executable} -m pdmesh"
+    display.say("")
+    display.table(mesh.keepers)
+    display.say("")
+    display.say(f"ready at {url}; try:")
+    display.say(f"  curl {url}/completions -H 'Content-Type: application/json'{key} -d '{body % name}'")
+    display.say(f"  {program} chat --url {url}")
+    display.say("Ctrl-C stops everything.")

@@ -1,0 +1,150 @@
+"""All children of one `pdmesh up`: started side by side, announced to the proxy, scaled, drained in order."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from pdmesh.errors import ConfigError, InternalError, MeshError
+from pdmesh.supervisor.config import MAX_REPLICAS, UpConfig
+from pdmesh.supervisor.health import until_healthy
+from pdmesh.supervisor.keeper import Keeper, KeeperState
+from pdmesh.supervisor.plan import LOOPBACK, ChildSpec, Plan
+from pdmesh.supervisor.roles import DRAIN_ORDER, ENGINE_ROLES, Role
+from pdmesh.supervisor.runtime import RuntimeFolder
+
+# Above the services' own drain, so that they end by themselves and can say what they aborted.
+DRAIN_MARGIN_S = 5.0
+# A child that is not ready has no requests to finish.
+START_ABORT_GRACE_S = 3.0
+
+
+class Mesh:
+    """Owns every Keeper. `start()` once, then `scale()` at will, `drain()` in the end on every path."""
+
+    def __init__(
+        self,
+        config: UpConfig,
+        plan: Plan,
+        runtime: RuntimeFolder,
+        *,
+        changed: Callable[[], None],
+        report: Callable[[str], None],
+    ) -> None:
+        self.keepers: list[Keeper] = []
+        self._config = config
+        self._plan = plan
+        self._runtime = runtime
+        self._shown_changed = changed
+        self._report = report
+        self._announced: dict[Role, list[str]] = {}
+        self._started = False
+        self._scaling = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start everything at once and return when the proxy can serve.
+
+        Raises ConfigError when a child cannot start as configured, InternalError when one fails again and again or the
+        start takes too long. What runs by then is left to `drain()`.
+        """
+        plan = self._plan
+        specs = [plan.proxy()]
+        specs += [plan.engine(Role.PREFILL, number + 1) for number in range(self._config.num_prefill)]
+        specs += [plan.engine(Role.DECODE, number + 1) for number in range(self._config.decode)]
+        specs += [plan.kvcache()] if Role.KVCACHE in plan.roles else []
+        specs += [plan.valkey()] if Role.VALKEY in plan.roles else []
+        self._announce()
+        # The engines take longest, so they go first.
+        for spec in sorted(specs, key=lambda spec: spec.role not in ENGINE_ROLES):
+            self._add(spec)
+        try:
+            async with asyncio.timeout(self._config.startup_timeout_s):
+                await asyncio.gather(*(keeper.first_ready for keeper in self.keepers))
+                await until_healthy(self._config.host, self._config.port)
+        except TimeoutError:
+            waiting = ", ".join(keeper.spec.name for keeper in self.keepers if keeper.state is not KeeperState.READY)
+            raise InternalError(
+                f"not ready after {self._config.startup_timeout_s:g} s; waiting for {waiting or 'the proxy'}"
+            ) from None
+        self._started = True
+
+    async def scale(self, wanted: dict[Role, int]) -> list[str]:
+        """Bring the number of engines of each role to `wanted`; returns what was done, one line each.
+
+        New engines are announced to the proxy when they are ready; engines to go are withdrawn first, then drained.
+        Raises ConfigError for a number that makes no mesh, or when a new engine cannot start.
+        """
+        self._check_scale(wanted)
+        async with self._scaling:
+            done: list[str] = []
+            for role, count in wanted.items():
+                present = self._of(role)
+                done += await self._grow(role, count - len(present))
+                done += await self._shrink(present[count:])
+            return done or ["nothing to do"]
+
+    async def drain(self) -> None:
+        """Stop everything: the proxy, then the engines, then the tier, each after its requests have ended."""
+        grace_s = self._config.drain_timeout_s + DRAIN_MARGIN_S if self._started else START_ABORT_GRACE_S
+        for roles in DRAIN_ORDER:
+            await asyncio.gather(*(keeper.stop(grace_s) for keeper in self.keepers if keeper.spec.role in roles))
+
+    def kill(self) -> None:
+        """End every process at once."""
+        for keeper in self.keepers:
+            keeper.kill()
+
+    def _add(self, spec: ChildSpec) -> Keeper:
+        keeper = Keeper(spec, self._runtime, changed=self._changed, report=self._report)
+        self.keepers.append(keeper)
+        keeper.start()
+        return keeper
+
+    def _changed(self) -> None:
+        self._announce()
+        self._shown_changed()
+
+    def _announce(self) -> None:
+        """Write the engines that are ready to the proxy's files, when they differ from what is written."""
+        for role in ENGINE_ROLES:
+            addresses = [
+                f"{LOOPBACK}:{keeper.child.facts['grpc_port']}"
+                for keeper in self._of(role)
+                if keeper.state is KeeperState.READY and keeper.child is not None
+            ]
+            if self._announced.get(role) != addresses:
+                self._runtime.write_endpoints(role, addresses)
+                self._announced[role] = addresses
+
+    def _of(self, role: Role) -> list[Keeper]:
+        return [keeper for keeper in self.keepers if keeper.spec.role is role]
+
+    def _check_scale(self, wanted: dict[Role, int]) -> None:
+        for role, count in wanted.items():
+            lowest = 1 if role is Role.DECODE else 0
+            if role not in ENGINE_ROLES or not lowest <= count <= MAX_REPLICAS:
+                raise ConfigError(
+                    f"scale: {role}={count}: prefill may be 0 to {MAX_REPLICAS}, decode 1 to {MAX_REPLICAS}"
+                )
+
+    async def _grow(self, role: Role, count: int) -> list[str]:
+        if count <= 0:
+            return []
+        used = {keeper.spec.name for keeper in self.keepers}
+        free = (number for number in range(1, 2 * MAX_REPLICAS + 1) if f"{role}-{number}" not in used)
+        began_s = time.monotonic()
+        added = [self._add(self._plan.engine(role, next(free))) for _ in range(count)]
+        try:
+            async with asyncio.timeout(self._config.startup_timeout_s):
+                await asyncio.gather(*(keeper.first_ready for keeper in added))
+        except (MeshError, TimeoutError) as exc:
+            await self._shrink(added)
+            raise exc if isinstance(exc, MeshError) else InternalError(f"{role} was not ready in time") from None
+        took_s = time.monotonic() - began_s
+        return [f"{keeper.spec.name} added, ready after {took_s:.1f} s" for keeper in added]
+
+    async def _shrink(self, leaving: list[Keeper]) -> list[str]:
+        # Out of the list first: from here on the proxy gives them nothing new.
+        self.keepers = [keeper for keeper in self.keepers if keeper not in leaving]
+        self._changed()
+        await asyncio.gather(*(keeper.stop(self._config.drain_timeout_s + DRAIN_MARGIN_S) for keeper in leaving))
+        return [f"{keeper.spec.name} drained and removed" for keeper in leaving]

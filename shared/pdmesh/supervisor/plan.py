@@ -1,0 +1,169 @@
+"""What to run: from the configuration of `pdmesh up` to the command line of each child, without starting anything."""
+
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from pdmesh.embedded_valkey import ValkeyCommand, prepare
+from pdmesh.errors import ConfigError
+from pdmesh.supervisor.config import UpConfig
+from pdmesh.supervisor.ports import prefer, require_free
+from pdmesh.supervisor.roles import Role
+from pdmesh.supervisor.runtime import RuntimeFolder
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """One child process."""
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+    """Its whole environment."""
+    ready_socket: str = ""
+    """Unix socket that accepts once the child is ready; empty: it reports on `--notify-fd`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultPorts:
+    http: int
+    grpc: int
+
+
+DEFAULT_PORTS = {
+    Role.PREFILL: DefaultPorts(http=8100, grpc=8101),
+    Role.DECODE: DefaultPorts(http=8200, grpc=8201),
+    Role.KVCACHE: DefaultPorts(http=8300, grpc=8301),
+}
+
+
+class Plan:
+    """Makes the specs of one mesh. Ports are looked for when it is made; raises ConfigError when the proxy's is taken."""
+
+    def __init__(self, config: UpConfig, runtime: RuntimeFolder, environ: Mapping[str, str]) -> None:
+        require_free(config.host, config.port, "proxy")
+        self._config = config
+        self._runtime = runtime
+        self._env = _child_environment(config, environ)
+        self._extra = {
+            Role.PREFILL: _split(config.prefill_args, "prefill-args"),
+            Role.DECODE: _split(config.decode_args, "decode-args"),
+            Role.KVCACHE: _split(config.kvcache_args, "kvcache-args"),
+            Role.PROXY: _split(config.proxy_args, "proxy-args"),
+        }
+        taken = {config.port}
+        # The first of each role gets its usual ports, so that curl commands in the docs work; see `moved`.
+        self._ports = {
+            role: DefaultPorts(http=prefer(LOOPBACK, ports.http, taken), grpc=prefer(LOOPBACK, ports.grpc, taken))
+            for role, ports in DEFAULT_PORTS.items()
+        }
+        self._num_engines = config.num_prefill + config.decode
+
+    @property
+    def moved(self) -> list[str]:
+        """One line for each default port that was in use and replaced by a free one."""
+        return [
+            f"{role}: port {usual} is in use, {chosen} is taken instead"
+            for role, ports in DEFAULT_PORTS.items()
+            if role in self.roles
+            for usual, chosen in ((ports.http, self._ports[role].http), (ports.grpc, self._ports[role].grpc))
+            if usual != chosen
+        ]
+
+    @property
+    def roles(self) -> set[Role]:
+        """Roles that this mesh starts with."""
+        config = self._config
+        roles = {Role.PROXY, Role.DECODE}
+        if config.num_prefill:
+            roles.add(Role.PREFILL)
+        if config.kvcache:
+            roles.add(Role.KVCACHE)
+        if config.kvcache and not config.valkey:
+            roles.add(Role.VALKEY)
+        return roles
+
+    def proxy(self) -> ChildSpec:
+        """The door. It finds engines through the endpoint files, which may still be empty."""
+        config = self._config
+        flags = ["--host", config.host, "--port", str(config.port), "--model", config.model]
+        flags += ["--prefill", f"file:{self._runtime.endpoints(Role.PREFILL)}"]
+        flags += ["--decode", f"file:{self._runtime.endpoints(Role.DECODE)}"]
+        return self._service(Role.PROXY, "proxy", [*flags, *self._served_name()])
+
+    def engine(self, role: Role, number: int) -> ChildSpec:
+        """The `number`th prefill or decode engine, from 1; all but the first of a role bind any free ports."""
+        config = self._config
+        ports = self._ports[role] if number == 1 else DefaultPorts(http=0, grpc=0)
+        flags = ["--model", config.model, "--engine-id", f"{role}-{number}"]
+        flags += ["--port", str(ports.http), "--grpc-port", str(ports.grpc)]
+        flags += ["--dtype", config.dtype, "--connector", ",".join(config.connector)]
+        flags += ["--cpu-threads", str(self._cpu_threads()), "--kv-load-failure-policy", "recompute"]
+        flags += ["--max-model-len", str(config.max_model_len)] if config.max_model_len else []
+        if config.kv_cache_memory_bytes:
+            flags += ["--kv-cache-memory-bytes", str(config.kv_cache_memory_bytes)]
+        if config.kvcache:
+            flags += ["--kvcache", f"{LOOPBACK}:{self._ports[Role.KVCACHE].grpc}"]
+        return self._service(role, f"{role}-{number}", [*flags, *self._served_name()])
+
+    def kvcache(self) -> ChildSpec:
+        """The tier. It serves at once and connects to Valkey when that answers."""
+        ports = self._ports[Role.KVCACHE]
+        flags = ["--port", str(ports.http), "--grpc-port", str(ports.grpc)]
+        flags += ["--engine-id", "kvcache", "--connector", ",".join(self._config.connector)]
+        spec = self._service(Role.KVCACHE, "kvcache", flags)
+        # By environment: the URL of an outside server may hold a password.
+        url = self._config.valkey or self._valkey_command().url
+        return replace(spec, env={**spec.env, "PDMESH_VALKEY": url})
+
+    def valkey(self) -> ChildSpec:
+        """The embedded server, on a Unix socket that only this user may open. Raises ConfigError when it is not installed."""
+        command = self._valkey_command()
+        assert isinstance(command.address, str)
+        return ChildSpec(
+            name="valkey", role=Role.VALKEY, argv=tuple(command.argv), env=self._env, ready_socket=command.address
+        )
+
+    def _valkey_command(self) -> ValkeyCommand:
+        return prepare(self._runtime.valkey_dir, maxmemory_bytes=self._config.valkey_memory_bytes)
+
+    def _served_name(self) -> list[str]:
+        name = self._config.served_model_name
+        return ["--served-model-name", name] if name else []
+
+    def _cpu_threads(self) -> int:
+        return self._config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // self._num_engines)
+
+    def _service(self, role: Role, name: str, flags: list[str]) -> ChildSpec:
+        config = self._config
+        common = ["--log-level", config.log_level, "--drain-timeout-s", str(config.drain_timeout_s)]
+        argv = (sys.executable, "-m", f"pdmesh_{role}", *flags, *common, *self._extra[role])
+        return ChildSpec(name=name, role=role, argv=argv, env=self._env)
+
+
+def _child_environment(config: UpConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without PDMESH_ settings (they were for `up`), plus the secrets, which argv would show."""
+    env = {name: value for name, value in environ.items() if not name.startswith("PDMESH_")}
+    if config.secret_file:
+        env["PDMESH_SECRET_FILE"] = config.secret_file
+    elif config.secret:
+        env["PDMESH_SECRET"] = config.secret
+    elif not config.valkey:
+        env["PDMESH_SECRET"] = secrets.token_hex(32)
+    # Left: an outside Valkey and no secret given. The per-user secret then keeps stored blocks valid across runs.
+    if config.api_key:
+        env["PDMESH_API_KEY"] = ",".join(config.api_key)
+    return env
+
+
+def _split(text: str, flag: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as exc:
+        raise ConfigError(f"pdmesh up: {flag}: {exc} (got {text!r})") from None
