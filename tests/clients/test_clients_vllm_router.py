@@ -38,12 +38,12 @@ def free_port() -> int:
 def test_router_runs_both_legs_and_kv_moves(tmp_path: Path) -> None:
     with mesh(DEMO_MODEL) as running, router(running, tmp_path) as url:
         alone = running.complete(PROMPT, url=running.prefill[0].http, max_tokens=8)
-        before = running.decode[0].metric("pdmesh_engine_transfer_bytes_total")
+        before = running.decode[0].metric("pdmesh_transfer_bytes_total")
         body = {"model": "smollm2-135m", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["text"] == alone["choices"][0]["text"]
-        assert running.decode[0].metric("pdmesh_engine_transfer_bytes_total") > before
+        assert running.decode[0].metric("pdmesh_transfer_bytes_total") > before
 
         chat = {
             "model": "smollm2-135m",

@@ -19,7 +19,7 @@ PROMPT = " ".join(f"Fact {i}: {i} squared is {i * i}." for i in range(40))
 
 @pytest.fixture
 def valkey(tmp_path: Path) -> Iterator[embedded_valkey.EmbeddedValkey]:
-    server = embedded_valkey.start(tmp_path)
+    server = embedded_valkey.start(tmp_path / "valkey", maxmemory_bytes=256 << 20)
     yield server
     server.stop()
 
@@ -37,8 +37,8 @@ def test_prompt_survives_prefill_in_the_arena_and_all_but_valkey_in_valkey(
 ) -> None:
     with mesh(DEMO_MODEL, kvcache_flags=("--valkey", valkey.url)) as running:
         first = running.complete(PROMPT)
-        wait_stored(running, "pdmesh_kvcache_used_slots", 10)
-        wait_stored(running, "pdmesh_kvcache_backing_written_total", 10)
+        wait_stored(running, "pdmesh_kvcache_slots_used", 10)
+        wait_stored(running, "pdmesh_kvcache_backing_writes_total", 10)
         running.prefill.pop().kill()
         running.start_engine("prefill", "--connector", "shm", "--kv-load-failure-policy", "recompute")
         running.announce()

@@ -40,10 +40,10 @@ def test_stock_flow_moves_kv_and_gives_the_same_text(shm_mesh: Mesh, endpoint: s
     params = leg["kv_transfer_params"]
     assert params["do_remote_prefill"] is True
     assert params["do_remote_decode"] is False
-    before = decode.metric("pdmesh_engine_transfer_bytes_total")
+    before = decode.metric("pdmesh_transfer_bytes_total")
     answer = post(f"{decode.http}/v1/{endpoint}", {**body, "kv_transfer_params": params})
     assert answer["choices"] == alone["choices"]
-    assert decode.metric("pdmesh_engine_transfer_bytes_total") > before
+    assert decode.metric("pdmesh_transfer_bytes_total") > before
     shm_mesh.wait_nothing_held()
 
 

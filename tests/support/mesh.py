@@ -189,10 +189,10 @@ class Mesh:
 
     def blocks_used(self) -> int:
         """Referenced KV blocks over all engines."""
-        return int(sum(e.metric("pdmesh_engine_blocks_used") for e in [*self.prefill, *self.decode]))
+        return int(sum(e.metric("pdmesh_kv_blocks_used") for e in [*self.prefill, *self.decode]))
 
     def offers_open(self) -> int:
-        return int(sum(e.metric("pdmesh_engine_offers_open") for e in [*self.prefill, *self.decode]))
+        return int(sum(e.metric("pdmesh_offers_open") for e in [*self.prefill, *self.decode]))
 
     def wait_nothing_held(self, timeout_s: float = 12.0) -> None:
         """Fail unless blocks and offers go to zero within one lease."""
