@@ -93,6 +93,8 @@ class Plan:
         """The door. It finds engines through the endpoint files, which may still be empty."""
         config = self._config
         flags = ["--host", config.host, "--port", str(config.port), "--model", config.model]
+        # The endpoint files are local and change only when we write them, so looking often costs nothing.
+        flags += ["--resolve-interval-s", "0.25"]
         flags += ["--prefill", f"file:{self._runtime.endpoints(Role.PREFILL)}"]
         flags += ["--decode", f"file:{self._runtime.endpoints(Role.DECODE)}"]
         return self._service(Role.PROXY, "proxy", [*flags, *self._served_name()])
