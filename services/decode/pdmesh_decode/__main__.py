@@ -1,0 +1,3 @@
+from pdmesh_decode.main import main
+
+raise SystemExit(main())

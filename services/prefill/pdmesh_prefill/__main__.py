@@ -1,0 +1,3 @@
+from pdmesh_prefill.main import main
+
+raise SystemExit(main())

@@ -1,0 +1,181 @@
+"""The parts of an engine's server, put together once the core is ready; what they do together is in `Engine`."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from pdmesh.config import EngineConfig
+from pdmesh.connector.peers import PeerDirectory
+from pdmesh.engine.core_client import CoreClient
+from pdmesh.engine.server.core_peers import CorePeers
+from pdmesh.engine.server.endings import Endings
+from pdmesh.engine.server.fetches import Fetches, Tasks
+from pdmesh.engine.server.handoff import Handoff
+from pdmesh.engine.server.identity import Identity, describe
+from pdmesh.engine.server.load import LoadBoard
+from pdmesh.engine.server.local_generator import LocalGenerator
+from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.outputs import Outputs
+from pdmesh.engine.server.requests import RequestTable
+from pdmesh.engine.server.servicer import EngineServicer
+from pdmesh.engine.server.sessions import Sessions
+from pdmesh.engine.server.sources import Sources
+from pdmesh.engine.server.submission import Submission
+from pdmesh.engine.server.tier_client import TierClient
+from pdmesh.errors import Draining, MeshError, PeerUnavailable
+from pdmesh.protocol.offers import OfferTable
+from pdmesh.security import MeshSecret
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One engine service's parts."""
+
+    table: RequestTable
+    board: LoadBoard
+    offers: OfferTable
+    handoff: Handoff
+    endings: Endings
+    outputs: Outputs
+    servicer: EngineServicer
+    generator: LocalGenerator
+    tier: TierClient | None
+    registry: CollectorRegistry
+
+    def register(self, server: grpc.aio.Server) -> list[str]:
+        """Add all gRPC services to a server; returns their full names."""
+        return [self.servicer.add_to(server), self.handoff.owner.add_to(server)]
+
+    def core_died(self, what: str) -> None:
+        """Fail everything that ran; nothing new is taken."""
+        self.generator.core_alive = False
+        self.board.drain()
+        self.fail_all(PeerUnavailable(f"the engine core died ({what}); the request may be repeated"))
+        self.handoff.release_all()
+
+    def fail_all(self, error: MeshError) -> None:
+        """End all running requests with an error."""
+        for running in self.table:
+            self.endings.fail(running, error)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new; let requests finish and offers be fetched within `timeout_s`, then end what is left."""
+        self.board.drain()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.table.emptied()
+                while self.offers.num_open:
+                    # An offer's end is a change of the load.
+                    await self.board.newer(self.board.version, timeout_s)
+        except TimeoutError:
+            log.warning(
+                "not drained within %.1f s: ending %d requests and %d offers",
+                timeout_s,
+                len(self.table),
+                self.offers.num_open,
+            )
+        self.fail_all(Draining("the engine shut down before the request ended"))
+        self.handoff.release_all()
+        self.servicer.close()
+
+
+def assemble(
+    *,
+    config: EngineConfig,
+    identity: Identity,
+    secret: MeshSecret,
+    core: CoreClient,
+    core_peers: CorePeers,
+    peers: PeerDirectory,
+    tasks: Tasks,
+) -> Engine:
+    """Make all parts, each with what it needs of the others."""
+    ready, registry, offers, table = core.ready, CollectorRegistry(), OfferTable(), RequestTable()
+    board = LoadBoard(identity.epoch, offers)
+    metrics = EngineMetrics(registry, identity, ready, board, peers.fallbacks)
+    handoff = Handoff(
+        config=config,
+        identity=identity,
+        ready=ready,
+        secret=secret,
+        core=core,
+        pool=core.pool(),
+        offers=offers,
+        board=board,
+        metrics=metrics,
+    )
+    tier = None
+    if config.kvcache and config.enable_prefix_caching:
+        tier = TierClient(
+            address=config.kvcache,
+            lookup_timeout_s=config.kvcache_lookup_timeout_s,
+            identity=identity,
+            ready=ready,
+            secret=secret,
+            peers=peers,
+            metrics=metrics,
+        )
+    fetches = Fetches(peers=peers, tasks=tasks, metrics=metrics)
+    endings = Endings(table=table, core=core, handoff=handoff, fetches=fetches, metrics=metrics)
+    sources = Sources(
+        config=config,
+        identity=identity,
+        secret=secret,
+        peers=peers,
+        fetches=fetches,
+        tier=tier,
+        metrics=metrics,
+    )
+    submission = Submission(
+        config=config,
+        ready=ready,
+        core=core,
+        table=table,
+        board=board,
+        handoff=handoff,
+        sources=sources,
+        endings=endings,
+        tasks=tasks,
+        metrics=metrics,
+    )
+    sessions = Sessions(table=table, endings=endings, handoff=handoff, metrics=metrics)
+    return Engine(
+        table=table,
+        board=board,
+        offers=offers,
+        handoff=handoff,
+        endings=endings,
+        outputs=Outputs(
+            table=table,
+            board=board,
+            handoff=handoff,
+            fetches=fetches,
+            endings=endings,
+            core_peers=core_peers,
+            tier=tier,
+            metrics=metrics,
+        ),
+        servicer=EngineServicer(
+            info=describe(identity, ready, config),
+            submission=submission,
+            sessions=sessions,
+            handoff=handoff,
+            board=board,
+        ),
+        generator=LocalGenerator(
+            identity=identity,
+            root=config.model,
+            ready=ready,
+            submission=submission,
+            endings=endings,
+            handoff=handoff,
+            board=board,
+        ),
+        tier=tier,
+        registry=registry,
+    )

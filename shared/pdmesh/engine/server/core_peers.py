@@ -1,0 +1,58 @@
+"""Connects pools of peers in the core: the server agrees with a peer, the core's worker half maps or registers its memory."""
+
+import asyncio
+from typing import Protocol
+
+from pdmesh.connector.base import PeerPool
+from pdmesh.engine.messages import ConnectPeer, DisconnectPeer, PeerConnected, ToCore
+from pdmesh.errors import HandshakeRefused, PeerUnavailable
+
+# A worker half may block 5 s in connect; a step may run before it is asked.
+CONNECT_TIMEOUT_S = 15.0
+
+
+class Core(Protocol):
+    """What the server's parts need of the core's client."""
+
+    def send(self, message: ToCore) -> None: ...
+
+
+class CorePeers:
+    """Turns ConnectPeer and its answer into one awaitable call."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._waiting: dict[tuple[str, str], asyncio.Future[PeerConnected]] = {}
+
+    async def attach(self, pool: PeerPool, connector: str) -> None:
+        """Make `pool` readable for the core. Raises HandshakeRefused when its memory cannot be reached."""
+        key = (pool.peer_id, connector)
+        answer = self._waiting.setdefault(key, asyncio.get_running_loop().create_future())
+        self._core.send(
+            ConnectPeer(
+                peer_id=pool.peer_id,
+                connector=connector,
+                metadata=pool.metadata,
+                num_blocks=pool.num_blocks,
+                block_bytes=pool.block_bytes,
+            )
+        )
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                connected = await asyncio.shield(answer)
+        except TimeoutError:
+            raise PeerUnavailable(f"the engine core did not connect {pool.peer_id} over {connector} in time") from None
+        finally:
+            self._waiting.pop(key, None)
+        if connected.error:
+            raise HandshakeRefused(f"{pool.peer_id} over {connector}: {connected.error}")
+
+    def detach(self, peer_id: str) -> None:
+        """Let the core forget a peer; pulls from it end as `peer_lost`."""
+        self._core.send(DisconnectPeer(peer_id=peer_id))
+
+    def connected(self, message: PeerConnected) -> None:
+        """Deliver the core's answer."""
+        answer = self._waiting.get((message.peer_id, message.connector))
+        if answer is not None and not answer.done():
+            answer.set_result(message)

@@ -1,0 +1,142 @@
+"""The owner's side of a handoff: opens an offer with a request, seals it when the prompt's KV is complete, and turns it into
+a ticket for our proxy or into vLLM's parameters for a stock router. What ends an offer ends its hold on the core's blocks.
+"""
+
+import secrets
+
+from pdmesh.config import EngineConfig
+from pdmesh.connector.owner import PoolOwner
+from pdmesh.connector.pool import KVPool
+from pdmesh.engine.messages import CoreReady, OfferSealed, ReleaseOffer
+from pdmesh.engine.server.core_peers import Core
+from pdmesh.engine.server.identity import Identity
+from pdmesh.engine.server.load import LoadBoard
+from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.requests import RunningRequest
+from pdmesh.engine.server.transfer_params import offered
+from pdmesh.protocol.offers import OFFER_LEASE_S, EndedOffer, OfferTable, Reason
+from pdmesh.protocol.ticket import Ticket, request_digest, seal, unseal
+from pdmesh.protocol.wire import to_ms
+from pdmesh.security import MeshSecret
+
+
+class Handoff:
+    """All offers of this engine that its own requests opened."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        identity: Identity,
+        ready: CoreReady,
+        secret: MeshSecret,
+        core: Core,
+        pool: KVPool,
+        offers: OfferTable,
+        board: LoadBoard,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._stock_lease_s = config.kv_lease_duration_s
+        self._identity = identity
+        self._ready = ready
+        self._secret = secret
+        self._core = core
+        self._offers = offers
+        self._board = board
+        self._metrics = metrics
+        self._sealed: dict[str, OfferSealed] = {}
+        self.owner = PoolOwner(
+            peer_id=identity.peer_id,
+            pool=pool,
+            offers=offers,
+            connectors=ready.connectors,
+            model_fingerprint=ready.model_fingerprint,
+            layout_fingerprints=ready.layout_fingerprints,
+            on_ended=self._ended,
+        )
+        """Answers the peers that fetch; its `run` ends leases."""
+
+    def open(self, running: RunningRequest, *, stock: bool) -> None:
+        """Open an offer for a request: a stock one lives until it is fetched once, ours until the proxy lets it go."""
+        running.offer_id = secrets.token_hex(16)
+        request = running.request
+        self._offers.open(
+            running.offer_id,
+            request_id=request.request_id,
+            digest=request_digest(request.token_ids, cache_salt=request.cache_salt),
+            lease_s=self._stock_lease_s if stock else OFFER_LEASE_S,
+            release_on_commit=stock,
+            seal_within_s=request.deadline_s,
+        )
+        self.owner.settle()
+
+    def sealed(self, message: OfferSealed) -> None:
+        """The core holds the whole prompt's blocks."""
+        if self._offers.seal(message.offer_id, message.groups, message.num_tokens):
+            self._sealed[message.offer_id] = message
+        self.owner.settle()
+
+    def ticket(self, running: RunningRequest, remaining_s: float) -> bytes:
+        """Sign a ticket for a request whose choices all have their first token; empty when the offer was not sealed."""
+        sealed = self._sealed.get(running.offer_id)
+        if sealed is None:
+            return b""
+        return seal(
+            Ticket(
+                offer_id=running.offer_id,
+                engine_id=self._identity.engine_id,
+                epoch=self._identity.epoch,
+                address=self._identity.address,
+                digest=request_digest(running.request.token_ids, cache_salt=running.request.cache_salt),
+                groups=sealed.groups,
+                num_tokens=sealed.num_tokens,
+                layout_fingerprints=self._ready.layout_fingerprints,
+                model_fingerprint=self._ready.model_fingerprint,
+                first_tokens=[running.first_tokens.get(choice, []) for choice in running.request.choices],
+                remaining_ms=to_ms(min(OFFER_LEASE_S, remaining_s)),
+            ),
+            self._secret,
+        )
+
+    def params(self, running: RunningRequest) -> dict[str, object] | None:
+        """Make vLLM's parameters for a finished prefill leg; None when there is nothing to fetch."""
+        sealed = self._sealed.get(running.offer_id)
+        if sealed is None:
+            return None
+        return offered(
+            engine_id=self._identity.engine_id,
+            offer_id=running.offer_id,
+            address=self._identity.address,
+            groups=sealed.groups,
+            num_tokens=sealed.num_tokens,
+            num_cached=running.num_cached,
+        )
+
+    def renew(self, offer_id: str) -> bool:
+        """Extend an offer for a proxy; False when it has ended."""
+        renewed = self._offers.renew(offer_id)
+        self.owner.settle()
+        return renewed
+
+    def release(self, offer_id: str) -> None:
+        """Let an offer go as soon as nobody reads from it; repeating it changes nothing."""
+        self._offers.release(offer_id)
+        self.owner.settle()
+
+    def release_ticket(self, ticket: bytes) -> None:
+        """Let go the offer of a ticket that this engine made and nobody got."""
+        self.release(unseal(ticket, self._secret).offer_id)
+
+    def release_all(self) -> None:
+        """Let all offers go, at the end of a drain."""
+        self._offers.release_all()
+        self.owner.settle()
+
+    def _ended(self, ended: EndedOffer) -> None:
+        """Give the blocks of an offer that ended back to the core."""
+        self._sealed.pop(ended.offer_id, None)
+        self._core.send(ReleaseOffer(offer_id=ended.offer_id))
+        self._metrics.offers_ended.inc(ended.reason)
+        if ended.reason is Reason.EXPIRED:
+            self._metrics.nixl_expired.inc()
+        self._board.touch()

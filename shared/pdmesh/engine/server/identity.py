@@ -1,0 +1,67 @@
+"""Who this engine is: the names and facts that its handshakes, tickets, load reports and metrics carry."""
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pdmesh import __version__
+from pdmesh.config import EngineConfig
+from pdmesh.engine.messages import CoreReady
+from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol.version import PROTOCOL_MAX, PROTOCOL_MIN
+
+Role = Literal["prefill", "decode", "both"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Identity:
+    """One start of one engine. A restart has the same engine_id at most, never the same epoch."""
+
+    engine_id: str
+    role: Role
+    model_name: str
+    """Name in the API and in metric labels."""
+    epoch: int = field(default_factory=time.time_ns)
+    address: str = ""
+    """`host:port` of the gRPC server as peers reach it; known once it listens."""
+
+    @property
+    def peer_id(self) -> str:
+        return f"{self.engine_id}@{self.epoch}"
+
+
+def identify(config: EngineConfig, role: Role, model_name: str) -> Identity:
+    """Name this start of the engine; without a configured id, role and a random suffix."""
+    return Identity(
+        engine_id=config.engine_id or f"{role}-{secrets.token_hex(3)}",
+        role=role,
+        model_name=config.served_model_name or model_name,
+    )
+
+
+def describe(identity: Identity, ready: CoreReady, config: EngineConfig) -> pb.EngineInfo:
+    """Say what proxies must know to route to this engine."""
+    return pb.EngineInfo(
+        engine_id=identity.engine_id,
+        epoch=identity.epoch,
+        role=identity.role,
+        model=identity.model_name,
+        model_fingerprint=ready.model_fingerprint,
+        layout_fingerprints=ready.layout_fingerprints,
+        block_size=ready.block_size,
+        max_model_len=ready.max_model_len,
+        vocab_size=ready.vocab_size,
+        connectors=[name for name in config.connector if name in ready.connectors],
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        version=__version__,
+        num_blocks=ready.num_blocks,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+def engine_id_of(peer_id: str) -> str:
+    """The part of `engine_id@epoch` that survives a restart."""
+    return peer_id.rpartition("@")[0]

@@ -1,0 +1,72 @@
+"""What this engine tells proxies about its load: the latest numbers, and a wake-up when they change."""
+
+import asyncio
+
+from pdmesh.engine.messages import Stats
+from pdmesh.protocol import mesh_pb2
+from pdmesh.protocol.offers import OfferTable
+
+
+class LoadBoard:
+    """Holds the load of the engine; waiters wake at the next change."""
+
+    def __init__(self, epoch: int, offers: OfferTable) -> None:
+        self._epoch = epoch
+        self._offers = offers
+        self._changed = asyncio.Event()
+        self.stats = Stats()
+        self.num_submitted = 0
+        """Requests sent to the core since its latest statistics."""
+        self.draining = False
+        self.version = 0
+        """Grows with every change."""
+
+    @property
+    def num_offers(self) -> int:
+        """Offers whose blocks are held."""
+        return self._offers.num_open
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait, as far as known here."""
+        return self.stats.num_waiting + self.stats.num_waiting_remote + self.num_submitted
+
+    def update(self, stats: Stats) -> None:
+        """Take the core's latest statistics."""
+        self.stats = stats
+        self.num_submitted = 0
+        self.touch()
+
+    def drain(self) -> None:
+        """Tell proxies to send nothing new."""
+        self.draining = True
+        self.touch()
+
+    def touch(self) -> None:
+        """Wake all waiters."""
+        self.version += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def newer(self, version: int, timeout_s: float) -> None:
+        """Return once the load is newer than `version`, or after `timeout_s`."""
+        if self.version != version:
+            return
+        event = self._changed
+        try:
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+        except TimeoutError:
+            return
+
+    def report(self) -> mesh_pb2.LoadReport:
+        stats = self.stats
+        return mesh_pb2.LoadReport(
+            num_running=stats.num_running,
+            num_waiting=self.num_queued,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            kv_usage=stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0,
+            draining=self.draining,
+            epoch=self._epoch,
+            num_offers=self.num_offers,
+        )

@@ -1,0 +1,177 @@
+"""All metrics of an engine service: vLLM's names and labels where it has the thing, `pdmesh_` where it has not.
+
+The core's statistics are cumulative since its start, so counters made of them are collected, not incremented.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdmesh.engine.messages import CoreReady
+from pdmesh.engine.server.identity import Identity
+from pdmesh.engine.server.load import LoadBoard
+
+# Bucket edges as vLLM's dashboards expect them.
+TTFT_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+ITL_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+NIXL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 5)
+STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+NIXL_BYTES = (2**10, *(2**power for power in range(13, 34)))
+
+LABELS = ("model_name", "engine")
+# Statistics of the core: family, help, whether it is a counter, and how to read it from the board.
+CORE_FAMILIES = (
+    ("vllm:num_requests_running", "Requests in the running batch.", False, "num_running"),
+    ("vllm:num_requests_waiting", "Requests waiting to be scheduled.", False, "num_waiting"),
+    ("vllm:num_preemptions", "Requests preempted for lack of KV blocks.", True, "num_preemptions"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the local prefix cache.", True, "prefix_cache_queries"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the local prefix cache.", True, "prefix_cache_hits"),
+    ("vllm:external_prefix_cache_queries", "Prompt tokens looked up outside this engine.", True, "external_queries"),
+    ("vllm:external_prefix_cache_hits", "Prompt tokens loaded from outside this engine.", True, "external_hits"),
+    ("vllm:corrupted_requests", "Requests whose logits held NaN.", True, "nan_requests"),
+    ("pdmesh_engine_steps", "Steps of the engine core.", True, "steps"),
+    ("pdmesh_engine_max_step_tokens", "Most tokens that one step has had, tokens.", False, "max_step_tokens"),
+    ("pdmesh_kv_blocks_used", "KV blocks referenced by requests or offers.", False, "num_blocks_used"),
+    ("pdmesh_kv_blocks", "KV blocks in the pool.", False, "num_blocks"),
+    ("pdmesh_offers_held", "Offers whose blocks the core holds.", False, "num_offers_held"),
+)
+
+
+class EngineMetrics:
+    """Creates every family in `registry`, labelled with the served model and engine "0"."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        identity: Identity,
+        ready: CoreReady,
+        board: LoadBoard,
+        connector_fallbacks: Mapping[str, int],
+    ) -> None:
+        values = (identity.model_name, "0")
+        tokens = _token_buckets(ready.max_model_len)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, LABELS, registry=registry).labels(*values)
+
+        def by(name: str, text: str, *extra: str) -> "Labelled":
+            return Labelled(Counter(name, text, (*LABELS, *extra), registry=registry), values)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, LABELS, registry=registry, buckets=buckets).labels(*values)
+
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that began to answer.")
+        self.prompt_tokens_cached = counter("vllm:prompt_tokens_cached", "Prompt tokens not computed here.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
+        self.request_success = by("vllm:request_success", "Requests that ended, by reason.", "finished_reason")
+        self.admission_rejections = by("vllm:admission_rejections", "Requests refused at a bound.", "reason")
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to first token, seconds.", TTFT_S)
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Between tokens of one choice, seconds.", ITL_S)
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end, seconds.", LATENCY_S)
+        self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens per request.", tokens)
+        self.request_generation_tokens = histogram(
+            "vllm:request_generation_tokens", "Tokens generated per request.", tokens
+        )
+        self.iteration_tokens = histogram("vllm:iteration_tokens_total", "Tokens per engine step.", STEP_TOKENS)
+        self.nixl_time = histogram("vllm:nixl_xfer_time_seconds", "Duration of NIXL pulls, seconds.", NIXL_S)
+        self.nixl_bytes = histogram("vllm:nixl_bytes_transferred", "Bytes per NIXL pull.", NIXL_BYTES)
+        self.nixl_failed = counter("vllm:nixl_num_failed_transfers", "NIXL pulls that failed.")
+        self.nixl_expired = counter("vllm:nixl_num_kv_expired_reqs", "Offers that ended by their lease.")
+
+        self.transfers = by(
+            "pdmesh_transfers", "Pulls by this engine, by outcome.", "outcome", "reason", "connector", "source"
+        )
+        self.transfer_bytes = by("pdmesh_transfer_bytes", "Bytes pulled by this engine.", "connector", "source")
+        self.offers_ended = by("pdmesh_offers_ended", "Offers of this engine that ended, by how.", "reason")
+        self.tier_lookups = by("pdmesh_tier_lookups", "Lookups in the tier, by outcome.", "outcome")
+        self.tier_hit_blocks = counter("pdmesh_tier_hit_blocks", "Blocks that lookups found in the tier.")
+        self.tier_stores = by("pdmesh_tier_stores", "Blocks offered to the tier, by outcome.", "outcome")
+        self.fallbacks = by("pdmesh_fallbacks", "Intended KV transfers that were not done, by reason.", "reason")
+        self.sessions_aborted = by("pdmesh_sessions_aborted", "Proxy sessions ended with work left.", "reason")
+
+        info = Gauge(
+            "vllm:cache_config_info",
+            "Facts of the KV cache.",
+            ("engine", "block_size", "num_gpu_blocks", "block_bytes", "cache_dtype", "backend"),
+            registry=registry,
+        )
+        info.labels("0", ready.block_size, ready.num_blocks, ready.block_bytes, ready.dtype, ready.backend).set(1)
+        registry.register(_CoreCollector(board, values, connector_fallbacks))
+
+
+class Labelled:
+    """A counter whose model and engine labels are filled in."""
+
+    def __init__(self, family: Counter, values: tuple[str, ...]) -> None:
+        self._family = family
+        self._values = values
+
+    def inc(self, *labels: str, amount: float = 1) -> None:
+        self._family.labels(*self._values, *labels).inc(amount)
+
+
+class _CoreCollector(Collector):
+    """Shows the core's latest statistics whenever someone asks."""
+
+    def __init__(self, board: LoadBoard, values: tuple[str, ...], connector_fallbacks: Mapping[str, int]) -> None:
+        self._board = board
+        self._values = values
+        self._connector_fallbacks = connector_fallbacks
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._board.stats
+        for name, text, is_counter, field in CORE_FAMILIES:
+            make = CounterMetricFamily if is_counter else GaugeMetricFamily
+            family = make(name, text, labels=LABELS)
+            family.add_metric(self._values, getattr(stats, field))
+            yield family
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=LABELS)
+        usage.add_metric(self._values, stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0)
+        yield usage
+        offers = GaugeMetricFamily("pdmesh_offers_open", "Offers that consumers may still begin.", labels=LABELS)
+        offers.add_metric(self._values, self._board.num_offers)
+        yield offers
+        fallbacks = CounterMetricFamily(
+            "pdmesh_connector_fallbacks",
+            "Times a connector could not reach a peer and the next was tried.",
+            labels=(*LABELS, "connector"),
+        )
+        for connector, count in self._connector_fallbacks.items():
+            fallbacks.add_metric((*self._values, connector), count)
+        yield fallbacks
+
+
+def _token_buckets(max_model_len: int) -> tuple[float, ...]:
+    """1-2-5 series up to the context length."""
+    edges: list[float] = []
+    scale = 1
+    while scale <= max_model_len:
+        edges += [scale * step for step in (1, 2, 5) if scale * step <= max_model_len]
+        scale *= 10
+    return tuple(edges or [1.0])

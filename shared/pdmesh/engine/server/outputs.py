@@ -1,0 +1,168 @@
+"""What the core sends, on its way out: deltas to whoever waits for them, offers sealed, pulls ended, blocks for the tier.
+
+A step's messages are handled in one go without waiting, so that all its deltas of one session leave in one frame.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from pdmesh.engine.messages import CoreFailed, FromCore, PeerConnected, StepOutput, TransferEnded
+from pdmesh.engine.server.core_peers import CorePeers
+from pdmesh.engine.server.endings import Endings
+from pdmesh.engine.server.fetches import Fetch, Fetches, Origin
+from pdmesh.engine.server.handoff import Handoff
+from pdmesh.engine.server.load import LoadBoard
+from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.requests import RequestTable, RunningRequest
+from pdmesh.engine.server.tier_client import TierClient
+from pdmesh.errors import from_code
+from pdmesh.protocol.messages import ChoiceDelta
+
+
+class CoreOutputs(Protocol):
+    """Where the core's messages come from."""
+
+    def outputs(self) -> AsyncIterator[FromCore]: ...
+
+
+class Outputs:
+    """Hands each message of the core to the part it concerns."""
+
+    def __init__(
+        self,
+        *,
+        table: RequestTable,
+        board: LoadBoard,
+        handoff: Handoff,
+        fetches: Fetches,
+        endings: Endings,
+        core_peers: CorePeers,
+        tier: TierClient | None,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._table = table
+        self._board = board
+        self._handoff = handoff
+        self._fetches = fetches
+        self._endings = endings
+        self._core_peers = core_peers
+        self._tier = tier
+        self._metrics = metrics
+        self._num_steps = 0
+
+    async def run(self, core: CoreOutputs) -> None:
+        """Handle messages until the core is gone. Raises the error of a core that says it cannot go on."""
+        async for message in core.outputs():
+            match message:
+                case StepOutput():
+                    self._step(message)
+                case PeerConnected():
+                    self._core_peers.connected(message)
+                case CoreFailed():
+                    raise from_code(message.code, message.message)
+
+    def _step(self, output: StepOutput) -> None:
+        for sealed in output.sealed:
+            self._handoff.sealed(sealed)
+        for transfer in output.transfers:
+            self._transfer_ended(transfer)
+        now = time.monotonic()
+        for delta in output.deltas:
+            running = self._table.get(delta.request_id)
+            # Choices that were aborted may have had tokens on the way.
+            if running is not None and delta.choice in running.open_choices:
+                self._deliver(running, delta, now)
+        if self._tier is not None:
+            for computed in output.computed:
+                self._tier.store(computed)
+        if output.stats is not None:
+            if output.stats.steps > self._num_steps and output.stats.step_tokens:
+                self._metrics.iteration_tokens.observe(output.stats.step_tokens)
+            self._num_steps = output.stats.steps
+            self._board.update(output.stats)
+
+    def _transfer_ended(self, message: TransferEnded) -> None:
+        fetch = self._fetches.ended(message)
+        if fetch is None:
+            return
+        running = fetch.running
+        running.kv_bytes += message.num_bytes
+        if message.committed:
+            running.kv_source = Origin.TIER if fetch.origin is Origin.TIER else fetch.connector
+        else:
+            self._count_failure(fetch, message)
+        if self._table.get(running.core_id) is running:
+            running.commit()
+
+    def _count_failure(self, fetch: Fetch, message: TransferEnded) -> None:
+        # The part before the colon; the rest names blocks.
+        self._metrics.fallbacks.inc(message.reason.partition(":")[0])
+        if fetch.origin is not Origin.TIER:
+            fetch.running.kv_source = f"recompute:{message.reason}"
+
+    def _deliver(self, running: RunningRequest, delta: ChoiceDelta, now: float) -> None:
+        first = not running.started and bool(delta.token_ids or delta.finish_reason)
+        if first:
+            self._note_first(running, delta)
+        self._measure(running, delta, now)
+        delta = msgspec.structs.replace(
+            delta,
+            request_id=running.request.request_id,
+            kv_committed=False,
+            cached_tokens=running.num_cached if first else 0,
+            kv_bytes=running.kv_bytes if first else 0,
+            kv_source=running.kv_source if first else "",
+        )
+        if running.request.prefill_only:
+            self._deliver_first_token(running, delta, now)
+            return
+        if delta.finish_reason:
+            running.open_choices.discard(delta.choice)
+            running.finish_reason = delta.finish_reason
+        running.sink.put(delta)
+        if not running.open_choices:
+            self._endings.finish(running, keep_offer=delta.finish_reason in ("stop", "length"))
+
+    def _deliver_first_token(self, running: RunningRequest, delta: ChoiceDelta, now: float) -> None:
+        """A prefill-only choice ends with its first token; the last one to have it takes the ticket along."""
+        if delta.token_ids or delta.finish_reason:
+            running.open_choices.discard(delta.choice)
+            running.first_tokens[delta.choice] = delta.token_ids
+            running.finish_reason = delta.finish_reason or "length"
+            if not delta.finish_reason:
+                running.unfinished.add(delta.choice)
+        if running.open_choices:
+            running.sink.put(delta)
+            return
+        ticket = b""
+        if running.unfinished:
+            ticket = self._handoff.ticket(running, running.request.deadline_s - (now - running.arrived_s))
+            if not ticket:
+                # The proxy goes on without KV; that must not pass unseen.
+                self._metrics.fallbacks.inc("not_sealed")
+        running.sink.put(msgspec.structs.replace(delta, ticket=ticket))
+        self._endings.finish(running, keep_offer=bool(ticket))
+
+    def _note_first(self, running: RunningRequest, delta: ChoiceDelta) -> None:
+        running.num_cached = delta.cached_tokens
+        if running.fetch_failure:
+            running.kv_source = f"recompute:{running.fetch_failure}"
+        elif not running.kv_source or delta.kv_source.startswith("recompute"):
+            running.kv_source = delta.kv_source
+        self._metrics.prompt_tokens.inc(len(running.request.token_ids))
+        self._metrics.prompt_tokens_cached.inc(delta.cached_tokens)
+
+    def _measure(self, running: RunningRequest, delta: ChoiceDelta, now: float) -> None:
+        if not delta.token_ids:
+            return
+        if not running.started:
+            self._metrics.ttft.observe(now - running.arrived_s)
+        last = running.last_token_s.get(delta.choice)
+        if last is not None:
+            self._metrics.itl.observe(now - last)
+        running.last_token_s[delta.choice] = now
+        running.num_generated += len(delta.token_ids)
+        self._metrics.generation_tokens.inc(len(delta.token_ids))

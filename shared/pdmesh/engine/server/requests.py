@@ -1,0 +1,126 @@
+"""The server's table of running requests: who waits for each one's deltas, what it still owes, and when it is overdue.
+
+The core knows a request under an id minted here, so that a retry under the same client-visible id never receives tokens
+of the attempt before it. A request leaves the table exactly once: finished, failed, or aborted.
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
+
+
+class Sink(ABC):
+    """Takes the deltas of requests: a proxy's session or a caller in this process."""
+
+    @abstractmethod
+    def put(self, delta: ChoiceDelta) -> None:
+        """Accept one delta; never blocks, never raises. Deltas of one engine step leave together."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RunningRequest:
+    """One accepted request until its last delta."""
+
+    request: GenerateRequest
+    core_id: str
+    sink: Sink
+    open_choices: set[int]
+    """Choices that still owe deltas."""
+    arrived_s: float
+    """Monotonic."""
+    offer_id: str = ""
+    stock_offer: bool = False
+    """The offer is for vLLM's kv_transfer_params, not for a ticket."""
+    owes_commit: bool = False
+    """The proxy holds a ticket's offer until it hears `kv_committed`."""
+    fetch_failure: str = ""
+    """Why the intended KV was given up before the core saw the request; shown as `recompute:<reason>`."""
+    submission: asyncio.Task[None] | None = None
+    """Set until the request is with the core, when that takes calls to other services."""
+    in_core: bool = False
+    timer: asyncio.TimerHandle | None = None
+    first_tokens: dict[int, list[int]] = field(default_factory=dict)
+    unfinished: set[int] = field(default_factory=set)
+    """Choices of a prefill-only request that their first token did not end."""
+    last_token_s: dict[int, float] = field(default_factory=dict)
+    num_generated: int = 0
+    num_cached: int = 0
+    kv_source: str = ""
+    kv_bytes: int = 0
+    finish_reason: str = ""
+
+    @property
+    def started(self) -> bool:
+        """Whether any token came out."""
+        return self.num_generated > 0
+
+    def commit(self) -> None:
+        """Tell a proxy once that this engine needs its ticket's offer no longer."""
+        if self.owes_commit:
+            self.owes_commit = False
+            choice = min(self.open_choices, default=0)
+            self.sink.put(ChoiceDelta(request_id=self.request.request_id, choice=choice, kv_committed=True))
+
+
+class RequestTable:
+    """Running requests by core id, and by who asked under which id."""
+
+    def __init__(self) -> None:
+        self._by_core_id: dict[str, RunningRequest] = {}
+        self._by_sink: dict[tuple[Sink, str], RunningRequest] = {}
+        self._minted = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._by_core_id)
+
+    def __iter__(self) -> Iterator[RunningRequest]:
+        return iter(list(self._by_core_id.values()))
+
+    def add(
+        self, request: GenerateRequest, sink: Sink, on_deadline: Callable[[RunningRequest], None]
+    ) -> RunningRequest:
+        """Enter a request whose id is not running for this sink; `on_deadline` is called when its time is up."""
+        assert (sink, request.request_id) not in self._by_sink
+        self._minted += 1
+        running = RunningRequest(
+            request=request,
+            core_id=f"{request.request_id}#{self._minted}",
+            sink=sink,
+            open_choices=set(request.choices),
+            arrived_s=time.monotonic(),
+        )
+        running.timer = asyncio.get_running_loop().call_later(request.deadline_s, on_deadline, running)
+        self._by_core_id[running.core_id] = running
+        self._by_sink[(sink, request.request_id)] = running
+        self._empty.clear()
+        return running
+
+    def get(self, core_id: str) -> RunningRequest | None:
+        return self._by_core_id.get(core_id)
+
+    def find(self, sink: Sink, request_id: str) -> RunningRequest | None:
+        return self._by_sink.get((sink, request_id))
+
+    def of(self, sink: Sink) -> list[RunningRequest]:
+        return [running for running in self._by_core_id.values() if running.sink is sink]
+
+    def remove(self, running: RunningRequest) -> bool:
+        """Take a request out; False when it had ended already."""
+        if self._by_core_id.pop(running.core_id, None) is None:
+            return False
+        del self._by_sink[(running.sink, running.request.request_id)]
+        if running.timer is not None:
+            running.timer.cancel()
+        if not self._by_core_id:
+            self._empty.set()
+        return True
+
+    async def emptied(self) -> None:
+        """Return when no request runs."""
+        await self._empty.wait()

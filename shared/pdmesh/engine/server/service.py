@@ -1,0 +1,157 @@
+"""An engine service as its life: secret, text side and core of the model, peers, gRPC, HTTP, serve, drain, close."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+
+from pdmesh.config import EngineConfig
+from pdmesh.connector.peers import PeerDirectory
+from pdmesh.engine.core_client import CoreClient
+from pdmesh.engine.server.assembly import Engine, assemble
+from pdmesh.engine.server.core_peers import CorePeers
+from pdmesh.engine.server.identity import Role, identify
+from pdmesh.engine.server.stats_log import log_stats
+from pdmesh.errors import ConfigError, InternalError, MeshError
+from pdmesh.lifecycle import Life, advertised_host, grpc_server, http_server
+from pdmesh.models.source import resolve
+from pdmesh.openai.app import create_app
+from pdmesh.openai.text import TextModel, load_text_model
+from pdmesh.security import MeshSecret
+
+log = logging.getLogger(__name__)
+
+
+async def serve_engine(config: EngineConfig, life: Life, role: Role) -> None:
+    """Run an engine until told to stop; being told so while it starts ends it at once."""
+    started = asyncio.Event()
+    serving = asyncio.create_task(_serve(config, life, role, started))
+    stopped = asyncio.create_task(life.stopped())
+    try:
+        await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.is_set() and stopped.done():
+            serving.cancel()
+        await asyncio.wait({serving})
+    finally:
+        serving.cancel()
+        stopped.cancel()
+    if not serving.cancelled():
+        serving.result()
+
+
+async def _serve(config: EngineConfig, life: Life, role: Role, started: asyncio.Event) -> None:
+    if not config.model:
+        raise ConfigError("model is not set: name a Hugging Face directory or id, or a GGUF file")
+    secret = MeshSecret.load(config)
+    source = await asyncio.to_thread(resolve, config.model)
+    identity = identify(config, role, source.name)
+    async with (
+        _text_model(config.model) as loading_text,
+        CoreClient(config, engine_id=identity.engine_id, epoch=identity.epoch, on_progress=life.progress) as core,
+    ):
+        text = await loading_text
+        core_peers = CorePeers(core)
+        async with (
+            PeerDirectory(
+                identity.peer_id,
+                secret,
+                list(config.connector),
+                core.ready.model_fingerprint,
+                core.ready.layout_fingerprints,
+                core_peers.attach,
+                core_peers.detach,
+            ) as peers,
+            _task_group() as tasks,
+        ):
+            engine = assemble(
+                config=config,
+                identity=identity,
+                secret=secret,
+                core=core,
+                core_peers=core_peers,
+                peers=peers,
+                tasks=tasks,
+            )
+            app = create_app(
+                generator=engine.generator, text=text, config=config, role="engine", registry=engine.registry
+            )
+            async with (
+                _background(tasks, engine, core, life),
+                grpc_server(config.host, config.grpc_port, secret, engine.register) as grpc_port,
+                http_server(app, config.host, config.port) as http_port,
+            ):
+                identity.address = f"{advertised_host(config)}:{grpc_port}"
+                log.info(
+                    "%s serves %s on HTTP port %d and gRPC port %d",
+                    identity.engine_id,
+                    identity.model_name,
+                    http_port,
+                    grpc_port,
+                )
+                life.ready(http_port=http_port, grpc_port=grpc_port, engine_id=identity.engine_id)
+                started.set()
+                await life.stopped()
+                await engine.drain(config.drain_timeout_s)
+
+
+@asynccontextmanager
+async def _text_model(model: str) -> AsyncIterator[asyncio.Task[TextModel]]:
+    """Load the tokenizer beside the core; the task's result is the text model."""
+    loading = asyncio.create_task(asyncio.to_thread(load_text_model, model))
+    try:
+        yield loading
+    finally:
+        loading.cancel()
+        # When the core failed first, that error is the one to tell.
+        await asyncio.wait({loading})
+
+
+@asynccontextmanager
+async def _background(tasks: asyncio.TaskGroup, engine: Engine, core: CoreClient, life: Life) -> AsyncIterator[None]:
+    """Run what an engine does besides answering calls."""
+    parts: list[tuple[str, Coroutine[object, object, None]]] = [
+        ("outputs", engine.outputs.run(core)),
+        ("leases", engine.handoff.owner.run()),
+        ("statistics", log_stats(engine.board)),
+        ("core", _watch_core(core, engine, life)),
+    ]
+    if engine.tier is not None:
+        parts.append(("tier", engine.tier.run()))
+    running = [tasks.create_task(_guard(name, part, life), name=name) for name, part in parts]
+    try:
+        yield
+    finally:
+        for task in running:
+            task.cancel()
+
+
+async def _guard(name: str, part: Coroutine[object, object, None], life: Life) -> None:
+    """A part that fails takes the service down: half an engine is worse than none."""
+    try:
+        await part
+    except MeshError as exc:
+        life.stop(exc)
+    except Exception as exc:
+        log.exception("%s failed", name)
+        life.stop(InternalError(f"{name} failed: {type(exc).__name__}: {exc}"))
+
+
+async def _watch_core(core: CoreClient, engine: Engine, life: Life) -> None:
+    what = await core.died()
+    engine.core_died(str(what or "unknown cause"))
+    life.stop(InternalError("the engine core died; see its log above"))
+
+
+@asynccontextmanager
+async def _task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup whose body's own error comes out as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

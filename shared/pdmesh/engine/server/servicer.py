@@ -1,0 +1,160 @@
+"""The Engine service that proxies call: a data stream of requests and step frames, a control stream of aborts, leases, load."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pdmesh.engine.server.endings import error_delta
+from pdmesh.engine.server.handoff import Handoff
+from pdmesh.engine.server.load import LoadBoard
+from pdmesh.engine.server.sessions import Broken, Session, Sessions
+from pdmesh.engine.server.submission import Submission
+from pdmesh.errors import MeshError
+from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol import mesh_pb2_grpc
+from pdmesh.protocol.messages import GenerateRequest
+from pdmesh.protocol.wire import delta_to_pb, request_from_pb
+
+log = logging.getLogger(__name__)
+
+SESSION_METADATA_KEY = "pdmesh-session"
+# Fast enough to route by, slow enough to cost nothing; silence beyond the longest tells a proxy that the engine is gone.
+MIN_REPORT_INTERVAL_S = 0.1
+MAX_REPORT_INTERVAL_S = 1.0
+
+# What a stream's `read` returns at its end; the stubs do not know it.
+EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
+Context = grpc.aio.ServicerContext[Any, Any]
+Write = Callable[[pb.ControlDown], Awaitable[None]]
+
+
+class EngineServicer(mesh_pb2_grpc.EngineServicer):
+    """Serves proxies. The streams are coroutines that read and write themselves, so that their `finally` always runs."""
+
+    def __init__(
+        self,
+        *,
+        info: pb.EngineInfo,
+        submission: Submission,
+        sessions: Sessions,
+        handoff: Handoff,
+        board: LoadBoard,
+    ) -> None:
+        self._info = info
+        self._submission = submission
+        self._sessions = sessions
+        self._handoff = handoff
+        self._board = board
+        self._closing = asyncio.Event()
+
+    def add_to(self, server: grpc.aio.Server) -> str:
+        """Register with a server; returns the service's full name."""
+        mesh_pb2_grpc.add_EngineServicer_to_server(self, server)
+        return pb.DESCRIPTOR.services_by_name["Engine"].full_name
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.EngineInfo:
+        """Tell who this engine is."""
+        return self._info
+
+    async def Generate(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
+        """Run one proxy session's data stream until either side ends it."""
+        session_id = await _session_id(context)
+        session = self._sessions.open(session_id)
+        reader = asyncio.create_task(self._read_requests(session, context))
+        writer = asyncio.create_task(_write_frames(session, context))
+        try:
+            ends: set[asyncio.Future[Any]] = {writer, session.broken}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not writer.done():
+                why = session.broken.result()
+                log.warning("session %s ended: %s", session_id, why)
+                await context.abort(grpc.StatusCode.ABORTED, f"the engine ended the session: {why}")
+        finally:
+            self._sessions.close(session_id, session)
+            await _cancel(reader, writer)
+
+    async def Control(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
+        """Take aborts and leases of a session and report load, until the proxy ends the stream or the engine closes."""
+        session_id = await _session_id(context)
+        # gRPC allows one write at a time.
+        writing = asyncio.Lock()
+
+        async def write(message: pb.ControlDown) -> None:
+            async with writing:
+                await context.write(message)
+
+        reader = asyncio.create_task(self._read_control(session_id, context, write))
+        reporter = asyncio.create_task(self._report_load(write))
+        closing = asyncio.create_task(self._closing.wait())
+        try:
+            await asyncio.wait({reader, reporter, closing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel(reader, reporter, closing)
+
+    def close(self) -> None:
+        """Have all streams end once what is owed on them is sent."""
+        self._sessions.finish()
+        self._closing.set()
+
+    async def _read_requests(self, session: Session, context: Context) -> None:
+        try:
+            async for frame in _messages(context):
+                for message in frame.requests:
+                    self._submit(session, request_from_pb(message))
+            session.finish()
+        except Exception:
+            log.exception("a session's data stream cannot be read")
+            session.end(Broken.STREAM)
+
+    def _submit(self, session: Session, request: GenerateRequest) -> None:
+        try:
+            self._submission.submit(request, session)
+        except MeshError as exc:
+            for choice in request.choices or [0]:
+                session.put(error_delta(request.request_id, choice, exc))
+
+    async def _read_control(self, session_id: str, context: Context, write: Write) -> None:
+        async for message in _messages(context):
+            for abort in message.aborts:
+                self._sessions.abort(session_id, abort.request_id, abort.choice)
+            for offer_id in message.release_offers:
+                self._handoff.release(offer_id)
+            ended = [offer_id for offer_id in message.renew_offers if not self._handoff.renew(offer_id)]
+            if ended or message.ping:
+                await write(pb.ControlDown(pong=message.ping, ended_offers=ended))
+
+    async def _report_load(self, write: Write) -> None:
+        while True:
+            version = self._board.version
+            await write(pb.ControlDown(load=self._board.report()))
+            await asyncio.sleep(MIN_REPORT_INTERVAL_S)
+            await self._board.newer(version, MAX_REPORT_INTERVAL_S - MIN_REPORT_INTERVAL_S)
+
+
+async def _write_frames(session: Session, context: Context) -> None:
+    while deltas := await session.take():
+        await context.write(pb.StepFrame(deltas=[delta_to_pb(delta) for delta in deltas]))
+
+
+async def _messages(context: Context) -> AsyncIterator[Any]:
+    while (message := await context.read()) is not EOF:
+        yield message
+
+
+async def _session_id(context: Context) -> str:
+    metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
+    session_id = metadata.get(SESSION_METADATA_KEY, "")
+    if not session_id:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"metadata {SESSION_METADATA_KEY} must name the session")
+    return session_id
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    """End tasks and wait for them; those that failed because the stream is gone have nothing to tell."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,158 @@
+"""A request's way into the core: checked, entered in the table, its offer opened, its KV looked for, then added.
+
+Requests that need no other service go straight in. The others wait for their calls in a task of their own, so that none
+delays another; whatever goes wrong ends the request with an error to its sink.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import msgspec
+
+from pdmesh.config import EngineConfig
+from pdmesh.engine.block_key import block_keys, root_key
+from pdmesh.engine.messages import AddRequest, CoreReady
+from pdmesh.engine.server.core_peers import Core
+from pdmesh.engine.server.endings import Endings
+from pdmesh.engine.server.fetches import Tasks
+from pdmesh.engine.server.handoff import Handoff
+from pdmesh.engine.server.load import LoadBoard
+from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.requests import RequestTable, RunningRequest, Sink
+from pdmesh.engine.server.sources import Sources
+from pdmesh.engine.server.transfer_params import RemoteKV
+from pdmesh.errors import Draining, InternalError, InvalidRequest, MeshError, Overloaded
+from pdmesh.protocol.messages import GenerateRequest, KVSource
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0
+MAX_REQUEST_ID_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockLeg:
+    """What a request's kv_transfer_params ask for."""
+
+    offer: bool = False
+    remote: RemoteKV | None = None
+
+
+class Submission:
+    """The one door for requests, from proxies and from this engine's own HTTP port."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        ready: CoreReady,
+        core: Core,
+        table: RequestTable,
+        board: LoadBoard,
+        handoff: Handoff,
+        sources: Sources,
+        endings: Endings,
+        tasks: Tasks,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._config = config
+        self._ready = ready
+        self._core = core
+        self._table = table
+        self._board = board
+        self._handoff = handoff
+        self._sources = sources
+        self._endings = endings
+        self._tasks = tasks
+        self._metrics = metrics
+        self._root = root_key(ready.model_fingerprint, ready.layout_fingerprints[0], 0)
+
+    def submit(self, request: GenerateRequest, sink: Sink, leg: StockLeg | None = None) -> RunningRequest:
+        """Accept a request; its deltas, or its error, go to `sink`. Never blocks.
+
+        Raises Draining, Overloaded or InvalidRequest when it is not accepted: then `sink` hears nothing.
+        """
+        self._check_room()
+        check_request(request, self._ready)
+        if self._table.find(sink, request.request_id) is not None:
+            raise InvalidRequest(f"request id {request.request_id!r} is running already", param="request_id")
+        running = self._table.add(request, sink, self._endings.overdue)
+        leg = leg or StockLeg()
+        if request.prefill_only or leg.offer:
+            self._handoff.open(running, stock=leg.offer)
+        keys: list[bytes] = []
+        if self._config.enable_prefix_caching:
+            keys = block_keys(request.token_ids, self._ready.block_size, root=self._root, cache_salt=request.cache_salt)
+        if self._sources.needs_calls(running, leg.remote, keys):
+            running.submission = self._tasks.create_task(self._submit_with_source(running, leg.remote, keys))
+        else:
+            self._add(running, keys, None, recompute_last=False)
+        return running
+
+    def _check_room(self) -> None:
+        if self._board.draining:
+            raise Draining("this engine is shutting down; send new requests elsewhere")
+        if self._board.num_queued >= self._config.max_num_queued_reqs:
+            self._metrics.admission_rejections.inc("max_num_queued_reqs")
+            raise Overloaded(
+                f"the engine has {self._board.num_queued} requests waiting, its limit (max-num-queued-reqs); retry later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    async def _submit_with_source(self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes]) -> None:
+        running.owes_commit = bool(running.request.ticket)
+        try:
+            source = await self._sources.find(running, remote, keys)
+            running.submission = None
+            if running.fetch_failure:
+                running.commit()
+            # The last prompt token is computed again only where stock parameters promise no first token.
+            fetched_stock = source is not None and remote is not None and not running.fetch_failure
+            self._add(running, keys, source, recompute_last=fetched_stock)
+        except MeshError as exc:
+            running.submission = None
+            self._endings.fail(running, exc)
+        except Exception as exc:
+            running.submission = None
+            log.exception("request %s could not be submitted", running.request.request_id)
+            self._endings.fail(running, InternalError(f"the request could not be submitted: {type(exc).__name__}"))
+
+    def _add(
+        self, running: RunningRequest, keys: list[bytes], source: KVSource | None, *, recompute_last: bool
+    ) -> None:
+        request = running.request
+        running.in_core = True
+        self._board.num_submitted += 1
+        self._core.send(
+            AddRequest(
+                request=msgspec.structs.replace(request, request_id=running.core_id, ticket=b""),
+                offer_id=running.offer_id,
+                source=source,
+                block_keys=keys,
+                recompute_last=recompute_last,
+                store_to_tier=bool(self._config.kvcache) and self._config.enable_prefix_caching,
+            )
+        )
+
+
+def check_request(request: GenerateRequest, ready: CoreReady) -> None:
+    """Raise InvalidRequest for what would do harm in the core, whoever sent it."""
+    if not 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS:
+        raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
+    if not request.token_ids:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if max(request.token_ids) >= ready.vocab_size or min(request.token_ids) < 0:
+        raise InvalidRequest(f"the prompt holds a token id outside 0 to {ready.vocab_size - 1}", param="prompt")
+    num_tokens = len(request.token_ids) + max((len(ids) for ids in request.emitted), default=0)
+    if num_tokens >= ready.max_model_len and request.sampling.max_tokens > 0:
+        raise InvalidRequest(
+            f"the prompt has {num_tokens} tokens; with at least one output token the model's limit of "
+            f"{ready.max_model_len} is passed",
+            param="prompt",
+        )
+    if not request.choices or len(set(request.choices)) != len(request.choices) or min(request.choices) < 0:
+        raise InvalidRequest("choices must be distinct indices, at least one", param="choices")
+    if request.emitted and len(request.emitted) != len(request.choices):
+        raise InvalidRequest("emitted must have one list per choice", param="emitted")
+    if any(not 0 <= token < ready.vocab_size for ids in request.emitted for token in ids):
+        raise InvalidRequest(f"emitted holds a token id outside 0 to {ready.vocab_size - 1}", param="emitted")

@@ -1,0 +1,204 @@
+"""The engine's client of the kvcache service: what of a prompt it holds, and what it should come and take.
+
+The tier helps or is left alone: a lookup waits no longer than its deadline, and after a fault none is made until a
+connection in the background has succeeded again. Every miss that a fault caused is counted.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+
+import grpc
+import grpc.aio
+
+from pdmesh.connector.peers import Peer, PeerDirectory
+from pdmesh.engine.messages import BlocksComputed, CoreReady
+from pdmesh.engine.server.identity import Identity
+from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.errors import MeshError
+from pdmesh.lifecycle import GRPC_OPTIONS
+from pdmesh.protocol import mesh_pb2
+from pdmesh.protocol.mesh_pb2_grpc import KVCacheStub
+from pdmesh.protocol.messages import GroupBlocks
+from pdmesh.protocol.wire import blocks_from_pb, to_ms
+from pdmesh.security import MeshSecret
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 15.0
+STORE_TIMEOUT_S = 5.0
+BACKOFF_MIN_S = 0.5
+BACKOFF_MAX_S = 15.0
+# Blocks are not pinned for a store: what waits longer than a few steps is likely gone.
+MAX_QUEUED_STORES = 256
+
+
+class Lookup(StrEnum):
+    """How a lookup ended. All but hit and miss are misses by fault."""
+
+    HIT = "hit"
+    MISS = "miss"
+    UNCONNECTED = "unconnected"
+    TIMEOUT = "timeout"
+    FAILED = "failed"
+    RESTARTED = "restarted"
+
+
+class Store(StrEnum):
+    """What became of blocks that could be stored."""
+
+    ACCEPTED = "accepted"
+    KNOWN = "known"
+    DROPPED = "dropped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierHit:
+    """Leading blocks of a prompt in the tier's arena, pinned for `transfer_id` until it ends."""
+
+    transfer_id: str
+    peer_id: str
+    connector: str
+    blocks: GroupBlocks
+    num_tokens: int
+
+
+class TierClient:
+    """Speaks to one kvcache service. `run` keeps it connected and hands over stores."""
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        lookup_timeout_s: float,
+        identity: Identity,
+        ready: CoreReady,
+        secret: MeshSecret,
+        peers: PeerDirectory,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._address = address
+        self._lookup_timeout_s = lookup_timeout_s
+        self._identity = identity
+        self._ready = ready
+        self._secret = secret
+        self._peers = peers
+        self._metrics = metrics
+        self._channel = grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
+        self._stub = KVCacheStub(self._channel)
+        self._peer: Peer | None = None
+        self._stores: deque[BlocksComputed] = deque()
+        self._wake = asyncio.Event()
+        self._backoff_s = BACKOFF_MIN_S
+
+    async def lookup(self, transfer_id: str, keys: list[bytes], remaining_s: float) -> TierHit | None:
+        """Ask for the longest prefix of `keys`; None for a miss of any kind, never later than the lookup timeout."""
+        peer = self._peer
+        if peer is None:
+            self._count(Lookup.UNCONNECTED)
+            return None
+        request = mesh_pb2.LookupRequest(
+            transfer_id=transfer_id,
+            consumer_id=self._identity.peer_id,
+            group=0,
+            keys=keys,
+            remaining_ms=to_ms(remaining_s),
+            layout_fingerprint=self._ready.layout_fingerprints[0],
+            model_fingerprint=self._ready.model_fingerprint,
+        )
+        timeout_s = min(self._lookup_timeout_s, remaining_s)
+        try:
+            reply = await self._stub.Lookup(request, timeout=timeout_s, metadata=self._secret.call_metadata())
+        except grpc.aio.AioRpcError as exc:
+            timed_out = exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            self._lost(f"lookup: {exc.code().name} {exc.details()}")
+            self._count(Lookup.TIMEOUT if timed_out else Lookup.FAILED)
+            return None
+        if not reply.num_hits:
+            self._count(Lookup.MISS)
+            return None
+        if reply.peer_id != peer.peer_id:
+            self._lost(f"it is {reply.peer_id} now")
+            self._count(Lookup.RESTARTED)
+            return None
+        self._count(Lookup.HIT)
+        self._metrics.tier_hit_blocks.inc(reply.num_hits)
+        self._peers.track(peer, transfer_id)
+        return TierHit(
+            transfer_id=transfer_id,
+            peer_id=peer.peer_id,
+            connector=peer.connector,
+            blocks=blocks_from_pb(reply.blocks),
+            num_tokens=reply.num_hits * self._ready.block_size,
+        )
+
+    def store(self, computed: BlocksComputed) -> None:
+        """Let the tier know of new blocks, soon; never blocks. Over the bound the oldest are dropped and counted."""
+        if self._peer is None or len(self._stores) >= MAX_QUEUED_STORES:
+            dropped = computed if self._peer is None else self._stores.popleft()
+            self._metrics.tier_stores.inc(Store.DROPPED, amount=len(dropped.keys))
+            if self._peer is None:
+                return
+        self._stores.append(computed)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Stay connected and hand over stores until cancelled."""
+        try:
+            while True:
+                if self._peer is None and not await self._connect():
+                    await asyncio.sleep(self._backoff_s)
+                    self._backoff_s = min(self._backoff_s * 2, BACKOFF_MAX_S)
+                    continue
+                await self._wake.wait()
+                self._wake.clear()
+                while self._stores and self._peer is not None:
+                    await self._hand_over(self._stores.popleft())
+        finally:
+            await self._channel.close(None)
+
+    async def _connect(self) -> bool:
+        try:
+            self._peer = await self._peers.reach(self._address, CONNECT_TIMEOUT_S)
+        except MeshError as exc:
+            log.warning("kvcache %s is not used for now: %s", self._address, exc.message)
+            return False
+        log.info("kvcache %s connected over %s", self._address, self._peer.connector)
+        self._backoff_s = BACKOFF_MIN_S
+        return True
+
+    async def _hand_over(self, computed: BlocksComputed) -> None:
+        blocks = computed.blocks
+        request = mesh_pb2.StoreRequest(
+            owner_id=self._identity.peer_id,
+            owner_address=self._identity.address,
+            group=blocks.group,
+            keys=computed.keys,
+            block_ids=blocks.block_ids,
+            generations=blocks.generations,
+            layout_fingerprint=self._ready.layout_fingerprints[blocks.group],
+            model_fingerprint=self._ready.model_fingerprint,
+            block_bytes=self._ready.block_bytes,
+        )
+        try:
+            reply = await self._stub.Store(request, timeout=STORE_TIMEOUT_S, metadata=self._secret.call_metadata())
+        except grpc.aio.AioRpcError as exc:
+            self._metrics.tier_stores.inc(Store.FAILED, amount=len(computed.keys))
+            self._lost(f"store: {exc.code().name} {exc.details()}")
+            return
+        self._metrics.tier_stores.inc(Store.ACCEPTED, amount=reply.num_accepted)
+        self._metrics.tier_stores.inc(Store.KNOWN, amount=len(computed.keys) - reply.num_accepted)
+
+    def _count(self, outcome: Lookup) -> None:
+        self._metrics.tier_lookups.inc(outcome)
+
+    def _lost(self, why: str) -> None:
+        """Stop asking until `run` has connected again."""
+        if self._peer is not None:
+            log.warning("kvcache %s: %s; computing without it until it answers again", self._address, why)
+            self._peers.forget(self._peer.peer_id)
+            self._peer = None
+            self._wake.set()

@@ -1,0 +1,136 @@
+"""vLLM's `kv_transfer_params`, the form in which stock routers carry a handoff between two engines' HTTP ports.
+
+A prefill leg says `do_remote_decode` and gets the parameters of its offer back; a decode leg brings them with
+`do_remote_prefill`. Values come from a client, so each is checked and every complaint names its field.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pdmesh.errors import InvalidRequest
+from pdmesh.protocol.messages import GroupBlocks
+
+FIELD = "kv_transfer_params"
+
+
+class TransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All names that vLLM and its routers send; those without meaning here are accepted and ignored."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_block_ids: list[list[int]] | list[int] | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_num_tokens: int | None = None
+    remote_prefill_cached_tokens: int | None = None
+    tp_size: int | None = None
+    dcp_size: int | None = None
+    pp_size: int | None = None
+    transfer_mode: str | None = None
+    transfer_id: str | None = None
+    remote_blocks_expiry_time: float | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class RemoteKV(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decode leg asks to fetch."""
+
+    engine_id: str
+    offer_id: str
+    host: str
+    port: int
+    groups: list[GroupBlocks]
+    """Block ids only; the owner knows the generations."""
+    num_tokens: int | None
+
+    @property
+    def address(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse(params: Mapping[str, Any]) -> TransferParams:
+    """Check names and types. Raises InvalidRequest that names the field."""
+    try:
+        parsed = msgspec.convert(dict(params), TransferParams)
+    except msgspec.ValidationError as exc:
+        reason, _, path = str(exc).partition(" - at `$")
+        field = FIELD + path.rstrip("`")
+        raise InvalidRequest(f"{field}: {reason}", param=field) from None
+    if parsed.do_remote_decode and parsed.do_remote_prefill:
+        raise _invalid("do_remote_prefill", "and do_remote_decode exclude each other")
+    for name in ("tp_size", "dcp_size", "pp_size"):
+        if getattr(parsed, name) not in (None, 1):
+            raise _invalid(name, "must be 1: this engine is not sharded")
+    if parsed.transfer_mode not in (None, "pull"):
+        raise _invalid("transfer_mode", "must be 'pull'")
+    return parsed
+
+
+def remote_kv(params: TransferParams) -> RemoteKV:
+    """Take a decode leg's source. Raises InvalidRequest that names what is missing or out of range."""
+    engine_id = params.remote_engine_id or _missing("remote_engine_id")
+    offer_id = params.remote_request_id or _missing("remote_request_id")
+    host = params.remote_host or _missing("remote_host")
+    port = params.remote_port or _missing("remote_port")
+    if not 0 < port < 65536:
+        raise _invalid("remote_port", "must be between 1 and 65535")
+    return RemoteKV(
+        engine_id=engine_id,
+        offer_id=offer_id,
+        host=host,
+        port=port,
+        groups=_groups(params.remote_block_ids or _missing("remote_block_ids")),
+        num_tokens=params.remote_num_tokens,
+    )
+
+
+def offered(
+    *,
+    engine_id: str,
+    offer_id: str,
+    address: str,
+    groups: list[GroupBlocks],
+    num_tokens: int,
+    num_cached: int,
+) -> dict[str, object]:
+    """Make the parameters that a prefill leg's answer carries; a router forwards them verbatim to the decode leg."""
+    host, _, port = address.rpartition(":")
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [group.block_ids for group in groups],
+        "remote_engine_id": engine_id,
+        "remote_request_id": offer_id,
+        "remote_host": host.strip("[]"),
+        "remote_port": int(port),
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "remote_prefill_cached_tokens": num_cached,
+    }
+
+
+def _groups(block_ids: list[list[int]] | list[int]) -> list[GroupBlocks]:
+    # A single group may come without its outer list, as vLLM had it before hybrid models.
+    lists = [block_ids] if block_ids and isinstance(block_ids[0], int) else block_ids
+    groups = []
+    for group, ids in enumerate(lists):
+        if not isinstance(ids, list) or not all(isinstance(block, int) and 0 <= block < 1 << 32 for block in ids):
+            raise _invalid("remote_block_ids", "must be lists of block numbers, one per KV group")
+        groups.append(GroupBlocks(group=group, block_ids=ids, generations=[]))
+    return groups
+
+
+def _missing(name: str) -> Any:
+    raise _invalid(name, "is needed with do_remote_prefill")
+
+
+def _invalid(name: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"{FIELD}.{name} {problem}", param=f"{FIELD}.{name}")
