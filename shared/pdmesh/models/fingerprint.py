@@ -1,0 +1,52 @@
+"""The name of what a model computes: engines with equal ones compute the same keys and values from the same tokens."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import BinaryIO
+
+from pdmesh.models.model_config import ModelConfig
+from pdmesh.models.weights import TensorRegion
+
+# Tensors up to this size are hashed whole, larger ones by evenly spaced samples, first and last bytes included.
+WHOLE_BYTES = 64 << 10
+NUM_SAMPLES = 16
+SAMPLE_BYTES = 4 << 10
+# How far one may compute, not what.
+IRRELEVANT_FIELDS = {"max_positions"}
+
+
+def model_fingerprint(config: ModelConfig, regions: Iterable[TensorRegion], dtype: str) -> str:
+    """Return 32 hex characters of SHA-256 over configuration, `dtype` and the weights; the files' names do not count."""
+    digest = hashlib.sha256()
+    fields = {key: value for key, value in asdict(config).items() if key not in IRRELEVANT_FIELDS}
+    digest.update(json.dumps([fields, dtype], sort_keys=True, default=_plain).encode())
+    files: dict[Path, BinaryIO] = {}
+    try:
+        for region in sorted(regions, key=lambda region: region.name):
+            digest.update(json.dumps([region.name, region.encoding, region.shape, region.num_bytes]).encode())
+            if region.path not in files:
+                files[region.path] = region.path.open("rb")
+            for offset, num_bytes in _samples(region.num_bytes):
+                files[region.path].seek(region.offset + offset)
+                digest.update(files[region.path].read(num_bytes))
+    finally:
+        for file in files.values():
+            file.close()
+    return digest.hexdigest()[:32]
+
+
+def _samples(num_bytes: int) -> list[tuple[int, int]]:
+    if num_bytes <= WHOLE_BYTES:
+        return [(0, num_bytes)]
+    last = num_bytes - SAMPLE_BYTES
+    return [(last * index // (NUM_SAMPLES - 1), SAMPLE_BYTES) for index in range(NUM_SAMPLES)]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(f"{value!r} has no place in a fingerprint")

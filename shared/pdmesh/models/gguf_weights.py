@@ -1,0 +1,107 @@
+"""A GGUF file as a WeightReader: llama.cpp's tensor names and order become Hugging Face's, quantised blocks become floats."""
+
+import mmap
+
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from pdmesh.errors import ConfigError
+from pdmesh.models.gguf_config import ROPE_FACTORS_TENSOR
+from pdmesh.models.gguf_dequantize import dequantize
+from pdmesh.models.gguf_metadata import GGUFMetadata, GGUFTensorInfo
+from pdmesh.models.weights import TensorRegion, WeightReader
+
+TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# llama.cpp's converter reorders the rows of these, for rotary over neighbouring pairs, in files of this architecture only.
+PERMUTED_ARCHITECTURE = "llama"
+
+
+class GGUFWeights(WeightReader):
+    """The file stays mapped until `close`."""
+
+    def __init__(self, metadata: GGUFMetadata, num_heads: int, num_kv_heads: int) -> None:
+        self._path = metadata.path
+        self._permuted = {}
+        if metadata.architecture == PERMUTED_ARCHITECTURE:
+            self._permuted = {"self_attn.q_proj": num_heads, "self_attn.k_proj": num_kv_heads}
+        with self._path.open("rb") as file:
+            # Private and copy-on-write, only because torch warns of buffers that it could not write to.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._types: dict[str, GGMLQuantizationType] = {}
+        self.regions: dict[str, TensorRegion] = {}
+        for info in metadata.tensors.values():
+            if info.name != ROPE_FACTORS_TENSOR:
+                self._add(info)
+
+    def read(self, name: str, target: torch.Tensor) -> None:
+        region = self.regions[name]
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=region.num_bytes, offset=region.offset)
+        num_heads = next((heads for part, heads in self._permuted.items() if part in name), None)
+        try:
+            if num_heads is None:
+                dequantize(raw, self._types[name], target)
+            else:
+                pairs = torch.empty(target.shape, dtype=target.dtype)
+                dequantize(raw, self._types[name], pairs)
+                _halves_from_pairs(pairs, num_heads, target)
+        except NotImplementedError as exc:
+            raise ConfigError(
+                f"{self._path}: tensor {name} is {region.encoding}, which is not supported; use another quantisation"
+            ) from exc
+
+    def close(self) -> None:
+        self._map.close()
+
+    def _add(self, info: GGUFTensorInfo) -> None:
+        try:
+            kind = GGMLQuantizationType(info.type_id)
+        except ValueError as exc:
+            raise ConfigError(f"{self._path}: tensor {info.name} has the unknown type {info.type_id}") from exc
+        block_items, block_bytes = GGML_QUANT_SIZES[kind]
+        num_items = 1
+        for size in info.shape:
+            num_items *= size
+        num_bytes = num_items // block_items * block_bytes
+        if info.shape and info.shape[-1] % block_items:
+            raise ConfigError(
+                f"{self._path}: tensor {info.name} has rows of {info.shape[-1]}, no multiple of {kind.name}'s"
+            )
+        if info.offset + num_bytes > len(self._map):
+            raise ConfigError(
+                f"{self._path}: broken or truncated GGUF file (ends at byte {len(self._map)}, tensor {info.name} at "
+                f"{info.offset + num_bytes}); download it again"
+            )
+        name = _hugging_face_name(info.name)
+        self._types[name] = kind
+        self.regions[name] = TensorRegion(name, kind.name, info.shape, self._path, info.offset, num_bytes)
+
+
+def _hugging_face_name(name: str) -> str:
+    stem, _, suffix = name.rpartition(".")
+    if stem in TOP_NAMES:
+        return f"{TOP_NAMES[stem]}.{suffix}"
+    if stem.startswith("blk."):
+        _, layer, part = stem.split(".", 2)
+        if part in LAYER_NAMES:
+            return f"model.layers.{layer}.{LAYER_NAMES[part]}.{suffix}"
+    return name
+
+
+def _halves_from_pairs(pairs: torch.Tensor, num_heads: int, target: torch.Tensor) -> None:
+    """Reorder each head's rows from (0, D/2, 1, D/2 + 1, …), as llama.cpp keeps them, to (0, 1, …, D - 1)."""
+    half = pairs.shape[0] // num_heads // 2
+    rest = pairs.shape[1:]
+    target.view(num_heads, 2, half, *rest).copy_(pairs.view(num_heads, half, 2, *rest).transpose(1, 2))

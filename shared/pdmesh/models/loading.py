@@ -1,0 +1,54 @@
+"""From a model's name to a model in memory."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pdmesh.errors import ConfigError
+from pdmesh.models.fingerprint import model_fingerprint
+from pdmesh.models.gguf_metadata import read_gguf_metadata
+from pdmesh.models.gguf_weights import GGUFWeights
+from pdmesh.models.llama import LlamaModel
+from pdmesh.models.model_config import ModelConfig
+from pdmesh.models.registry import parse_model_config
+from pdmesh.models.safetensors_weights import SafetensorsWeights
+from pdmesh.models.source import ModelSource, read_config, resolve
+from pdmesh.models.weights import WeightReader, fill
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: LlamaModel
+    fingerprint: str
+    eos_token_ids: tuple[int, ...]
+    duration_s: float
+
+
+def load_model(name: str, dtype: torch.dtype, report: Callable[[float], None]) -> LoadedModel:
+    """Find, check and read a model; `report` gets the fraction done. Blocks; raises ConfigError."""
+    started = time.monotonic()
+    source = resolve(name)
+    raw_config = read_config(source)
+    config = parse_model_config(raw_config, str(source.path))
+    reader = _open(source, config)
+    try:
+        model = LlamaModel(config, dtype)
+        with torch.inference_mode():
+            fill(model.targets, reader, str(source.path), report)
+        fingerprint = model_fingerprint(config, reader.regions.values(), str(dtype).removeprefix("torch."))
+    except RuntimeError as exc:
+        if "allocate" not in str(exc):
+            raise
+        raise ConfigError(f"{source.path}: not enough memory for the weights; use a smaller model or --dtype") from exc
+    finally:
+        reader.close()
+    eos_token_ids = tuple(raw_config["eos_token_id"])
+    return LoadedModel(model, fingerprint, eos_token_ids, time.monotonic() - started)
+
+
+def _open(source: ModelSource, config: ModelConfig) -> WeightReader:
+    if source.kind == "hf":
+        return SafetensorsWeights(source.path)
+    return GGUFWeights(read_gguf_metadata(source.path), config.num_heads, config.num_kv_heads)

@@ -1,0 +1,70 @@
+"""Reads a checkpoint's tensors, by their Hugging Face names, into memory that the model has laid out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pdmesh.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRegion:
+    """Where one tensor's bytes lie, for the fingerprint."""
+
+    name: str
+    encoding: str
+    """Number type or quantisation."""
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+class WeightReader(ABC):
+    """An open checkpoint."""
+
+    regions: dict[str, TensorRegion]
+    """By Hugging Face name."""
+
+    @abstractmethod
+    def read(self, name: str, target: torch.Tensor) -> None:
+        """Fill `target` (same shape, any float dtype) with the tensor. Raises ConfigError when its data is unusable."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+def fill(targets: dict[str, torch.Tensor], reader: WeightReader, model: str, report: Callable[[float], None]) -> None:
+    """Read every target's tensor; `report` gets the fraction done.
+
+    Raises ConfigError for a tensor that is missing, left over or of the wrong shape.
+    """
+    missing = sorted(targets.keys() - reader.regions.keys())
+    if missing:
+        raise ConfigError(f"{model}: {_names(missing)} missing from the checkpoint; is it whole?")
+    unexpected = sorted(name for name in reader.regions.keys() - targets.keys() if not _is_ignorable(name))
+    if unexpected:
+        raise ConfigError(f"{model}: {_names(unexpected)} not expected by its architecture; is config.json its own?")
+    for name, target in targets.items():
+        if reader.regions[name].shape != tuple(target.shape):
+            found, wanted = list(reader.regions[name].shape), list(target.shape)
+            raise ConfigError(f"{model}: tensor {name} is {found}, but its configuration asks for {wanted}")
+    total = sum(region.num_bytes for region in reader.regions.values())
+    done = 0
+    for name, target in targets.items():
+        reader.read(name, target)
+        done += reader.regions[name].num_bytes
+        report(done / total)
+
+
+def _names(names: list[str]) -> str:
+    others = f" and {len(names) - 1} others are" if len(names) > 1 else " is"
+    return f"tensor {names[0]}{others}"
+
+
+def _is_ignorable(name: str) -> bool:
+    # Old checkpoints carry the rotary table; tied ones sometimes the output layer again.
+    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
