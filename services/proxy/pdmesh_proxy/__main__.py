@@ -1,0 +1,3 @@
+from pdmesh_proxy.service import main
+
+raise SystemExit(main())

@@ -1,0 +1,220 @@
+"""All engines of the mesh as this proxy knows them: endpoints come and go with discovery, `view()` is the router's picture.
+
+Which model. All engines must serve the same weights, or a request that is resumed would change its mind. The model in use
+is that of the first engine that answered; when no engine serves it any more, the one most engines serve takes over.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self
+
+from pdmesh.errors import PeerUnavailable
+from pdmesh.openai.generator import ModelCard
+from pdmesh.security import MeshSecret
+from pdmesh_proxy.config import ProxyConfig
+from pdmesh_proxy.discovery import Addresses, Discovery, Listed
+from pdmesh_proxy.endpoint import Endpoint
+from pdmesh_proxy.engine_session import EngineSession, SessionSettings
+from pdmesh_proxy.metrics import ProxyMetrics
+from pdmesh_proxy.view import ClusterView, EngineView
+
+log = logging.getLogger(__name__)
+
+ROLE_PREFILL, ROLE_DECODE, ROLE_BOTH = "prefill", "decode", "both"
+
+
+class Cluster:
+    """Owns discovery and one task per endpoint, from entering its context until leaving it."""
+
+    def __init__(self, config: ProxyConfig, *, secret: MeshSecret, metrics: ProxyMetrics) -> None:
+        self._config, self._secret, self._metrics = config, secret, metrics
+        self._settings = SessionSettings(
+            connect_timeout_s=config.connect_timeout_s,
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            buffer_tokens=config.request_buffer_tokens,
+        )
+        self._discovery = Discovery(
+            {Listed.PREFILL: config.prefill, Listed.DECODE: config.decode},
+            interval_s=config.resolve_interval_s,
+            on_addresses=self._on_addresses,
+        )
+        self._endpoints: dict[str, Endpoint] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._num_used = 0
+        self._fingerprint = ""
+        """The model in use; empty until an engine has answered."""
+        self._refused: set[str] = set()
+        """Processes with another model, already logged."""
+        self._model_name = ""
+        self._max_model_len = 0
+        self._vocab_size = 0
+
+    async def __aenter__(self) -> Self:
+        # The first look is awaited so that a proxy that says it is ready has at least tried.
+        await self._discovery.look()
+        self._start(self._discovery.run())
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- what requests need --------------------------------------------------------------------
+
+    def view(self) -> ClusterView:
+        """Picture every engine that answers and serves the model in use."""
+        engines: dict[str, EngineView] = {}
+        for endpoint in self._endpoints.values():
+            session = endpoint.session
+            if session is not None and self._serves(session):
+                # One process reached under two addresses is one engine.
+                engines.setdefault(session.peer_id, _engine_view(endpoint, session))
+        return ClusterView(
+            engines=tuple(engines.values()),
+            wants_prefill=Listed.PREFILL in self._discovery.wanted,
+            wants_decode=Listed.DECODE in self._discovery.wanted,
+        )
+
+    def session(self, engine: EngineView) -> tuple[Endpoint, EngineSession]:
+        """The connection a view was made from. Raises PeerUnavailable when it has gone since."""
+        endpoint = self._endpoints.get(engine.address)
+        if endpoint is None or endpoint.session is None or endpoint.session.session_id != engine.session_id:
+            raise PeerUnavailable(f"engine {engine.engine_id} at {engine.address} is gone")
+        self._num_used += 1
+        endpoint.last_used = self._num_used
+        return endpoint, endpoint.session
+
+    async def changed(self) -> None:
+        """Return when an engine joins, leaves or drains; the caller sets the deadline."""
+        await self._changed.wait()
+
+    @property
+    def serving(self) -> bool:
+        """Whether some engine takes requests now."""
+        return any(not engine.draining for engine in self.view().engines)
+
+    def card(self, created_s: int) -> ModelCard:
+        """Describe the model in use. Raises PeerUnavailable while no engine has ever answered."""
+        if not self._fingerprint:
+            raise PeerUnavailable("no engine has answered yet, so the model is not known", retry_after_s=1)
+        return ModelCard(
+            name=self._config.served_model_name or self._model_name,
+            root=self._config.model,
+            max_model_len=self._max_model_len,
+            created_s=created_s,
+            vocab_size=self._vocab_size,
+        )
+
+    # ---- what changes --------------------------------------------------------------------------
+
+    def _on_addresses(self, addresses: Addresses) -> None:
+        for address, endpoint in self._endpoints.items():
+            if address not in addresses:
+                endpoint.unwant()
+        for address, listed in addresses.items():
+            endpoint = self._endpoints.get(address) or self._add(address)
+            endpoint.want(listed)
+        self._on_change()
+
+    def _add(self, address: str) -> Endpoint:
+        endpoint = Endpoint(
+            address,
+            settings=self._settings,
+            secret=self._secret,
+            metrics=self._metrics,
+            on_change=self._on_change,
+        )
+        self._endpoints[address] = endpoint
+        self._start(self._keep(endpoint))
+        return endpoint
+
+    async def _keep(self, endpoint: Endpoint) -> None:
+        # The address may be listed again while its last session ends.
+        while not endpoint.unwanted:
+            await endpoint.run()
+        del self._endpoints[endpoint.address]
+        self._on_change()
+
+    def _start(self, life: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(life)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            log.error("a task of the cluster ended by a defect", exc_info=exc)
+
+    def _on_change(self) -> None:
+        sessions = [endpoint.session for endpoint in self._endpoints.values() if endpoint.session is not None]
+        self._choose_model(sessions)
+        serving = [session for session in sessions if self._serves(session)]
+        if serving:
+            self._max_model_len = min(session.info.max_model_len for session in serving)
+            self._vocab_size = serving[0].info.vocab_size
+            self._model_name = serving[0].info.model
+        roles = Counter(session.info.role for session in {session.peer_id: session for session in serving}.values())
+        for role in (ROLE_PREFILL, ROLE_DECODE, ROLE_BOTH):
+            self._metrics.engines.labels(role).set(roles[role])
+        self._metrics.engines_refused.set(len(sessions) - len(serving))
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _choose_model(self, sessions: list[EngineSession]) -> None:
+        votes = Counter(session.info.model_fingerprint for session in sessions)
+        if votes and self._fingerprint not in votes:
+            self._fingerprint = votes.most_common(1)[0][0]
+            self._refused.clear()
+        for session in sessions:
+            if not self._serves(session) and session.peer_id not in self._refused:
+                self._refused.add(session.peer_id)
+                log.warning(
+                    "engine %s at %s is not used: it serves %s (%s), the mesh serves %s (%s)",
+                    session.info.engine_id,
+                    session.address,
+                    session.info.model,
+                    session.info.model_fingerprint,
+                    self._model_name,
+                    self._fingerprint,
+                )
+
+    def _serves(self, session: EngineSession) -> bool:
+        return session.info.model_fingerprint == self._fingerprint
+
+
+def _engine_view(endpoint: Endpoint, session: EngineSession) -> EngineView:
+    info, load = session.info, session.load
+    can_prefill, can_decode = _roles(endpoint.listed, info.role)
+    return EngineView(
+        address=endpoint.address,
+        session_id=session.session_id,
+        engine_id=info.engine_id,
+        epoch=info.epoch,
+        can_prefill=can_prefill,
+        can_decode=can_decode,
+        model_fingerprint=info.model_fingerprint,
+        layout_fingerprints=tuple(info.layout_fingerprints),
+        connectors=frozenset(info.connectors),
+        protocol_min=info.protocol_min,
+        protocol_max=info.protocol_max,
+        draining=load.draining or session.closing,
+        num_sequences=max(session.num_sequences, load.num_running + load.num_waiting),
+        waiting_tokens=max(session.waiting_tokens, load.num_waiting_tokens),
+        kv_usage=load.kv_usage,
+        last_used=endpoint.last_used,
+    )
+
+
+def _roles(listed: frozenset[Listed], role: str) -> tuple[bool, bool]:
+    """An engine does what it is listed for and can do; one listed for what it cannot do does what it can."""
+    able = (role in (ROLE_PREFILL, ROLE_BOTH), role in (ROLE_DECODE, ROLE_BOTH))
+    asked = (able[0] and Listed.PREFILL in listed, able[1] and Listed.DECODE in listed)
+    return asked if any(asked) else able

@@ -1,0 +1,49 @@
+"""Settings of the proxy service."""
+
+from pydantic import Field, field_validator
+
+from pdmesh.config import HttpConfig, ServiceConfig
+from pdmesh_proxy.targets import parse_target
+
+
+class ProxyConfig(ServiceConfig, HttpConfig):
+    """The proxy: the only door for clients."""
+
+    port: int = Field(default=8000, ge=0, le=65535)
+    """HTTP port; 0: any free one."""
+    model: str = ""
+    """Where the tokenizer and the chat template come from: the same value as the engines' `model`."""
+    served_model_name: str = ""
+    """Name in the API; empty: the engines'."""
+    prefill: list[str] = Field(default=["127.0.0.1:8101"])
+    """Prefill engines, comma-separated: gRPC `host:port` (every address of the host is an engine) or `file:PATH` with one
+    `host:port` per line. Both are looked at again every `resolve_interval_s`."""
+    decode: list[str] = Field(default=["127.0.0.1:8201"])
+    """Decode engines, as `prefill`."""
+    resolve_interval_s: float = Field(default=2.0, gt=0, le=3600)
+    """Seconds between looks at host names and endpoint files."""
+    pd_min_prompt_tokens: int = Field(default=32, ge=0)
+    """A request goes to decode alone when decode would have to compute fewer prompt tokens than this itself; 0: never."""
+    max_concurrent_requests: int = Field(default=1024, ge=1, le=1 << 20)
+    """Most requests in flight; one more is a 503 with Retry-After. A batch of prompts counts once per prompt."""
+    request_buffer_tokens: int = Field(default=4096, ge=16, le=1 << 20)
+    """Tokens kept for a client that reads more slowly than the engine generates; beyond it that request is aborted."""
+    max_retries: int = Field(default=3, ge=0, le=100)
+    """How often one request may go on elsewhere after an engine failed it; 0: the failure reaches the client."""
+    engine_wait_timeout_s: float = Field(default=10.0, ge=0, le=3600)
+    """Longest wait for an engine when none can serve; the request's own deadline may end it earlier."""
+    connect_timeout_s: float = Field(default=3.0, gt=0, le=60)
+    """Longest wait for an engine to answer when a session is opened."""
+    heartbeat_interval_s: float = Field(default=2.0, gt=0, le=60)
+    """Seconds between pings of an engine; held offers (lease 10 s) are renewed with each."""
+    heartbeat_timeout_s: float = Field(default=6.0, gt=0, le=300)
+    """Silence after which an engine is taken for dead and its requests go on elsewhere."""
+    prefix_index_entries: int = Field(default=1 << 16, ge=0, le=1 << 24)
+    """Most prompt chunks (64 tokens each) whose last engine is remembered; 0: no prefix affinity."""
+
+    @field_validator("prefill", "decode")
+    @classmethod
+    def _check_targets(cls, targets: list[str]) -> list[str]:
+        for target in targets:
+            parse_target(target)
+        return targets

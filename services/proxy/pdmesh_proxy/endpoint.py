@@ -1,0 +1,126 @@
+"""One engine address: keeps a session open, with backoff between attempts, for as long as the address is listed."""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+
+from pdmesh.errors import MeshError
+from pdmesh.security import MeshSecret
+from pdmesh_proxy.discovery import Listed
+from pdmesh_proxy.engine_session import EngineSession, SessionSettings, open_session
+from pdmesh_proxy.metrics import ProxyMetrics
+from pdmesh_proxy.offers import HeldOffer, HeldOffers
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 2.0
+
+
+class Endpoint:
+    """The engine at one address, whichever process that is at the moment."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        settings: SessionSettings,
+        secret: MeshSecret,
+        metrics: ProxyMetrics,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.listed: frozenset[Listed] = frozenset()
+        self.session: EngineSession | None = None
+        """The open session once the engine has answered on it, else None."""
+        self.last_used = 0
+        """Grows with each request sent anywhere; the smallest was used longest ago."""
+        self._settings, self._secret, self._metrics, self._on_change = settings, secret, metrics, on_change
+        self._offers = HeldOffers()
+        self._connected: EngineSession | None = None
+        self._peer_id = ""
+        self._unwanted = asyncio.Event()
+        self._complaint = ""
+
+    def want(self, listed: frozenset[Listed]) -> None:
+        """The address is listed; `listed` says under which roles."""
+        self.listed = listed
+        self._unwanted.clear()
+        if self._connected is not None:
+            self._connected.closing = False
+
+    def unwant(self) -> None:
+        """The address is not listed any more: nothing new; what runs there may end."""
+        self._unwanted.set()
+        if self._connected is not None:
+            self._connected.closing = True
+
+    @property
+    def unwanted(self) -> bool:
+        return self._unwanted.is_set()
+
+    def hold(self, offer: HeldOffer) -> None:
+        """Renew an offer of this engine until it is released."""
+        self._offers.hold(offer)
+
+    def release(self, offer: HeldOffer) -> None:
+        """Give an offer back; without a session its lease ends it."""
+        if self._offers.release(offer) and self._connected is not None:
+            self._connected.wake_control()
+
+    async def run(self) -> None:
+        """Keep a session open until the address is no longer wanted and the last request has ended."""
+        backoff_s = FIRST_BACKOFF_S
+        while not self.unwanted:
+            try:
+                await self._connect_once()
+            except MeshError as exc:
+                self._complain(exc.message)
+            except Exception:
+                # A defect here must cost this session, not the proxy.
+                log.exception("the session with %s failed", self.address)
+                self._metrics.stream_breaks.inc()
+            else:
+                continue
+            finally:
+                had_answered = self.session is not None
+                self._connected = self.session = None
+                self._on_change()
+            backoff_s = FIRST_BACKOFF_S if had_answered else min(2 * backoff_s, LAST_BACKOFF_S)
+            with contextlib.suppress(TimeoutError):
+                # Jitter keeps proxies that lost the same engine from coming back in step.
+                async with asyncio.timeout(backoff_s * random.uniform(0.5, 1.0)):
+                    await self._unwanted.wait()
+
+    async def _connect_once(self) -> None:
+        async with open_session(
+            self.address,
+            settings=self._settings,
+            offers=self._offers,
+            secret=self._secret,
+            metrics=self._metrics,
+            on_change=self._session_changed,
+        ) as session:
+            if self._peer_id and session.peer_id != self._peer_id:
+                log.info("engine at %s was started anew: %s, was %s", self.address, session.peer_id, self._peer_id)
+                self._offers.lost(session.peer_id)
+            self._peer_id = session.peer_id
+            self._connected = session
+            session.closing = self.unwanted
+            await session.run()
+
+    def _session_changed(self) -> None:
+        session = self._connected
+        if session is not None and session.answered and not session.broken and self.session is None:
+            self.session = session
+            self._complaint = ""
+            log.info("engine %s (%s) at %s joined", session.info.engine_id, session.info.role, self.address)
+        self._on_change()
+
+    def _complain(self, message: str) -> None:
+        """Log why there is no session, once per reason."""
+        if message != self._complaint:
+            self._complaint = message
+            log.warning("no session with %s: %s", self.address, message)

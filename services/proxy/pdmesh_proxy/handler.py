@@ -1,0 +1,230 @@
+"""Owns every request from arrival to end, on every path: prefill leg, hand-over, decode leg, and whatever goes wrong between.
+
+`MeshGenerator.generate` is the request's straight line. A leg that fails in a way another engine may not is replaced by a
+leg that goes on after the tokens already shown, so that a client sees time pass but no seam.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+
+from pdmesh.errors import (
+    Draining,
+    HandshakeRefused,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+    PeerUnavailable,
+    TransferFailed,
+)
+from pdmesh.openai.generator import Generator, ModelCard, TokenRequest
+from pdmesh.protocol.messages import ChoiceDelta
+from pdmesh.protocol.ticket import unseal
+from pdmesh.security import MeshSecret
+from pdmesh_proxy.cluster import Cluster
+from pdmesh_proxy.config import ProxyConfig
+from pdmesh_proxy.metrics import ProxyMetrics
+from pdmesh_proxy.offers import HeldOffer
+from pdmesh_proxy.prefix_index import PrefixIndex
+from pdmesh_proxy.router import DEGRADED, Decision, Reason, route
+from pdmesh_proxy.running import Fallback, LegKind, RunningRequest
+from pdmesh_proxy.stream import Leg
+from pdmesh_proxy.view import EngineView
+
+log = logging.getLogger(__name__)
+
+# What nginx counts for a client that closed its connection; no such status is ever sent.
+STATUS_CLIENT_LEFT = 499
+STATUS_TRY_LATER = 503
+RETRY_AFTER_S = 1.0
+
+
+class MeshGenerator(Generator):
+    """Serves token requests with the engines of a cluster."""
+
+    def __init__(self, cluster: Cluster, *, config: ProxyConfig, secret: MeshSecret, metrics: ProxyMetrics) -> None:
+        self._cluster, self._config, self._secret, self._metrics = cluster, config, secret, metrics
+        self._created_s = int(time.time())
+        self._index = PrefixIndex(config.prefix_index_entries)
+        self._running: dict[str, RunningRequest] = {}
+        self._emptied = asyncio.Event()
+        self._draining = False
+
+    async def generate(self, request: TokenRequest) -> AsyncIterator[ChoiceDelta]:
+        with self._admitted(request) as run:
+            while run.unfinished:
+                decision = await self._route(run)
+                kind, engine = self._plan(run, decision)
+                try:
+                    with self._start_leg(run, kind, engine) as leg:
+                        async for deltas in leg:
+                            for delta in deltas:
+                                shown = self._accept(run, delta)
+                                if shown is not None:
+                                    yield shown
+                    run.prefilled = run.prefilled or kind is LegKind.PREFILL
+                except MeshError as error:
+                    self._retry_or_raise(run, kind, engine, error)
+
+    async def card(self) -> ModelCard:
+        return self._cluster.card(self._created_s)
+
+    async def abort_choice(self, request_id: str, choice: int) -> None:
+        if (run := self._running.get(request_id)) is not None:
+            run.stop_choice(choice)
+
+    async def healthy(self) -> bool:
+        return not self._draining and self._cluster.serving
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new; wait for what runs, then end the rest with an error that says so."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._wait_empty()
+        for run in self._running.values():
+            run.fail(Draining(f"the proxy shut down; the request had {timeout_s:g} s to end"))
+        with contextlib.suppress(TimeoutError):
+            # Enough for the error to reach clients that read.
+            async with asyncio.timeout(1.0):
+                await self._wait_empty()
+
+    # ---- in the order of a request's life ------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _admitted(self, request: TokenRequest) -> Iterator[RunningRequest]:
+        """Own a request: refuse it, or count it in, and count it out however it ends."""
+        self._check_admissible(request)
+        run = self._running[request.request_id] = RunningRequest(request, self._metrics)
+        run.prefix_keys = self._index.keys(request.token_ids, request.cache_salt)
+        run.cached_on = self._index.cached_tokens(run.prefix_keys)
+        self._metrics.in_flight.inc()
+        self._metrics.prompt_tokens.inc(len(request.token_ids))
+        status = STATUS_CLIENT_LEFT
+        try:
+            yield run
+        except MeshError as error:
+            status = error.status
+            error.request_id = request.request_id
+            if status == STATUS_TRY_LATER and error.retry_after_s is None:
+                error.retry_after_s = RETRY_AFTER_S
+            raise
+        finally:
+            if not run.unfinished:
+                status = 200
+            elif status == STATUS_CLIENT_LEFT:
+                self._metrics.disconnects.inc()
+            self._ended(run, status)
+
+    def _check_admissible(self, request: TokenRequest) -> None:
+        if request.kv_transfer_params is not None:
+            raise InvalidRequest("kv_transfer_params is not accepted from clients", param="kv_transfer_params")
+        if request.request_id in self._running:
+            raise InvalidRequest(f"a request with id {request.request_id} is running", param="request_id")
+        if self._draining:
+            raise Draining("the proxy is shutting down", retry_after_s=RETRY_AFTER_S)
+        if len(self._running) >= self._config.max_concurrent_requests:
+            raise Overloaded(f"{len(self._running)} requests are in flight already", retry_after_s=RETRY_AFTER_S)
+
+    async def _route(self, run: RunningRequest) -> Decision:
+        """Choose the next engine, waiting a while for one to come when there is none."""
+        until_s = asyncio.get_running_loop().time() + self._config.engine_wait_timeout_s
+        while True:
+            if run.final_error is not None:
+                raise run.final_error
+            decision = route(run.facts(), self._cluster.view(), pd_min_prompt_tokens=self._config.pd_min_prompt_tokens)
+            if decision is not None:
+                return decision
+            if isinstance(run.last_error, Overloaded):
+                # Every engine that could take it is full: waiting here would only move the queue.
+                raise run.last_error
+            if not await run.wait(self._cluster.changed(), until_s):
+                raise run.last_error or PeerUnavailable("no engine can take the request", retry_after_s=RETRY_AFTER_S)
+
+    def _plan(self, run: RunningRequest, decision: Decision) -> tuple[LegKind, EngineView]:
+        """Turn a decision into a leg, and count what was meant to be otherwise."""
+        if not run.started:
+            run.trace.reason = decision.reason
+            run.trace.prefill = run.trace.decode = ""
+        if decision.prefill is not None:
+            run.disaggregating = decision.reason is Reason.DISAGGREGATED
+            return LegKind.PREFILL, decision.prefill
+        assert decision.decode is not None
+        if decision.reason is Reason.HANDOFF:
+            return LegKind.DECODE, decision.decode
+        self._count_fallback(run, decision.reason)
+        run.release_offer()
+        return LegKind.WHOLE, decision.decode
+
+    def _count_fallback(self, run: RunningRequest, reason: Reason) -> None:
+        if reason in DEGRADED:
+            run.fall_back(Fallback(reason))
+        elif run.disaggregating and not run.kv_settled:
+            run.fall_back(Fallback.NO_TICKET if run.last_error is None else Fallback.LEG_FAILED)
+        run.disaggregating = False
+
+    def _start_leg(self, run: RunningRequest, kind: LegKind, engine: EngineView) -> Leg:
+        endpoint, session = self._cluster.session(engine)
+        leg = session.submit(run.next_leg_request(kind))
+        run.begin(kind, engine, endpoint, leg)
+        return leg
+
+    def _accept(self, run: RunningRequest, delta: ChoiceDelta) -> ChoiceDelta | None:
+        current = run.current
+        assert current is not None
+        computed_here = not current.answered and current.kind is not LegKind.DECODE
+        if computed_here or delta.kv_committed:
+            self._index.record(run.prefix_keys, current.engine.peer_id)
+        if delta.ticket:
+            self._hold(run, delta.ticket)
+        return run.accept(delta)
+
+    def _hold(self, run: RunningRequest, sealed: bytes) -> None:
+        assert run.current is not None
+        try:
+            ticket = unseal(sealed, self._secret)
+        except MeshError as error:
+            # The request goes on without it, as if prefill had made none.
+            log.warning("a ticket of %s cannot be used: %s", run.current.engine.engine_id, error.message)
+            return
+        offer = HeldOffer(offer_id=ticket.offer_id, ticket=sealed, peer_id=ticket.peer_id)
+        run.hold(offer, run.current.endpoint)
+
+    def _retry_or_raise(self, run: RunningRequest, kind: LegKind, engine: EngineView, error: MeshError) -> None:
+        """Prepare the next attempt after a leg failed, or end the request with the leg's error."""
+        overflowed = run.current is not None and run.current.leg.overflowed
+        if overflowed:
+            self._metrics.buffer_overflows.inc()
+        if run.final_error is not None or overflowed or not error.retryable:
+            raise run.final_error or error
+        if run.num_retries >= self._config.max_retries:
+            raise error
+        run.num_retries += 1
+        run.last_error = error
+        self._metrics.retries.labels(error.code).inc()
+        run.trace.fallbacks.append(f"{kind}:{error.code}")
+        log.warning("%s leg on %s failed, going on elsewhere: %s", kind, engine.engine_id, error.message)
+        if kind is LegKind.DECODE and isinstance(error, TransferFailed | HandshakeRefused):
+            # The engine is well, the hand-over was not: it may compute the prompt itself.
+            run.release_offer()
+        else:
+            run.excluded.add(engine.session_id)
+
+    def _ended(self, run: RunningRequest, status: int) -> None:
+        run.close()
+        del self._running[run.request.request_id]
+        if not self._running:
+            self._emptied.set()
+        if run.emitted[0] and run.current is not None and run.current.kind is not LegKind.PREFILL:
+            keys = self._index.keys(run.request.token_ids + run.emitted[0], run.request.cache_salt)
+            self._index.record(keys, run.current.engine.peer_id)
+        self._metrics.in_flight.dec()
+        self._metrics.cached_tokens.inc(run.trace.cached_tokens)
+        self._metrics.requests.labels(status, run.trace.reason or "none").inc()
+
+    async def _wait_empty(self) -> None:
+        while self._running:
+            self._emptied.clear()
+            await self._emptied.wait()

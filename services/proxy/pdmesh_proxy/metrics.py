@@ -1,0 +1,83 @@
+"""The proxy's metrics, all named `pdmesh_proxy_*`."""
+
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+STAGE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Stage(StrEnum):
+    """Parts of the time to the first tokens."""
+
+    ROUTE = "route"
+    """Arrival until a leg is on its way."""
+    PREFILL = "prefill"
+    """Prefill leg on its way until its first token."""
+    HANDOFF = "handoff"
+    """Decode leg on its way until decode holds the KV (or gave up on it)."""
+    FIRST_DECODE = "first_decode"
+    """Decode leg on its way until its first token."""
+    WHOLE = "whole"
+    """Whole request on its way to one engine until its first token there."""
+
+
+class ProxyMetrics:
+    """Registered once per process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "pdmesh_proxy_requests",
+            "Requests ended, by HTTP status (499: the client left) and routing reason.",
+            ["status", "reason"],
+            registry=registry,
+        )
+        self.in_flight = Gauge("pdmesh_proxy_requests_in_flight", "Requests not ended.", registry=registry)
+        self.disconnects = Counter("pdmesh_proxy_disconnects", "Requests whose client left early.", registry=registry)
+        self.legs = Counter(
+            "pdmesh_proxy_legs", "Requests sent to engines, by kind of leg.", ["kind"], registry=registry
+        )
+        self.retries = Counter(
+            "pdmesh_proxy_retries", "Legs that failed and went on elsewhere, by error.", ["error"], registry=registry
+        )
+        self.fallbacks = Counter(
+            "pdmesh_proxy_fallbacks", "Disaggregation intended but not done, by reason.", ["reason"], registry=registry
+        )
+        self.time_to_first_token = Histogram(
+            "pdmesh_proxy_time_to_first_token_seconds",
+            "Arrival until the first token left for the client.",
+            buckets=STAGE_BUCKETS_S,
+            registry=registry,
+        )
+        self.stages = Histogram(
+            "pdmesh_proxy_stage_seconds",
+            "Parts of the time to the first tokens.",
+            ["stage"],
+            buckets=STAGE_BUCKETS_S,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "pdmesh_proxy_prompt_tokens", "Prompt tokens of accepted requests.", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "pdmesh_proxy_cached_tokens", "Prompt tokens that prefill did not have to compute.", registry=registry
+        )
+        self.output_tokens = Counter("pdmesh_proxy_output_tokens", "Tokens sent towards clients.", registry=registry)
+        self.kv_bytes = Counter(
+            "pdmesh_proxy_kv_bytes",
+            "KV bytes that engines pulled for requests, by source.",
+            ["source"],
+            registry=registry,
+        )
+        self.stream_breaks = Counter(
+            "pdmesh_proxy_stream_breaks", "Sessions with engines that broke.", registry=registry
+        )
+        self.buffer_overflows = Counter(
+            "pdmesh_proxy_buffer_overflows", "Requests aborted because their client read too slowly.", registry=registry
+        )
+        self.engines = Gauge("pdmesh_proxy_engines", "Engines that can be used, by role.", ["role"], registry=registry)
+        self.engines_refused = Gauge(
+            "pdmesh_proxy_engines_refused",
+            "Engines that answer but serve another model than the rest, so are not used.",
+            registry=registry,
+        )

@@ -1,0 +1,180 @@
+"""Who serves a request: a pure function of what is known of the request and a picture of the mesh.
+
+Cost model. All costs are prompt tokens to be computed, the unit in which the time to a first token grows:
+
+- a prefill leg costs the engine's waiting tokens plus the part of this prompt it does not hold;
+- a whole request costs the same plus `SEQUENCE_COST_TOKENS` for each sequence it would share steps with;
+- a decode leg computes nothing, so only the sequences and the waiting tokens count.
+
+What decode would have to compute itself decides whether disaggregation pays: below `pd_min_prompt_tokens` the hand-over
+costs more than it saves. Engines whose KV pool is nearly full come last, ties go to the one used longest ago.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pdmesh_proxy.view import ClusterView, EngineView
+
+# An assumption, not a measurement: only the order of engines depends on it. One more sequence in every step is taken to
+# cost a request over its life what computing this many prompt tokens costs once.
+SEQUENCE_COST_TOKENS = 32
+# Above this an engine is about to preempt, which costs more than any queue.
+KV_PRESSURE = 0.95
+
+
+class Reason(StrEnum):
+    """Why a request went where it went; in the debug header and in `pdmesh_proxy_requests_total`."""
+
+    DISAGGREGATED = "disaggregated"
+    SINGLE_TOKEN = "single_token"
+    """The first token is the last one, so prefill alone serves it."""
+    SHORT_PROMPT = "short_prompt"
+    CACHED = "cached_on_decode"
+    """Decode probably holds nearly all of the prompt."""
+    AGGREGATED = "aggregated"
+    """The mesh has one kind of engine only, as configured."""
+    NO_PREFILL = "no_prefill"
+    NO_DECODE = "no_decode"
+    NO_PAIR = "no_compatible_pair"
+    """Prefill and decode engines live, but none can exchange KV."""
+    HANDOFF = "handoff"
+    """Prefill is done; decode takes over with the ticket."""
+    RESUMED = "resumed"
+    """Tokens were emitted; another engine goes on from them."""
+
+
+DEGRADED = frozenset({Reason.NO_PREFILL, Reason.NO_DECODE, Reason.NO_PAIR})
+"""Disaggregation was intended and will not happen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFacts:
+    """What the decision depends on."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    needs_prompt_logprobs: bool = False
+    started: bool = False
+    """Prefill has ended for this request: tokens may have been emitted."""
+    offer_owner: str = ""
+    """Process (`peer_id`) with a live offer of the prompt's KV."""
+    model_fingerprint: str = ""
+    """Not empty: the model that produced the tokens emitted so far."""
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    """peer_id -> leading prompt tokens it probably holds."""
+    excluded: frozenset[str] = frozenset()
+    """session_ids on which this request has failed."""
+
+    def uncached(self, engine: EngineView) -> int:
+        """Prompt tokens that `engine` would have to compute."""
+        return self.num_prompt_tokens - min(self.num_prompt_tokens, self.cached_tokens.get(engine.peer_id, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The next leg: on `prefill` when there is one (`decode` would follow), else on `decode`."""
+
+    prefill: EngineView | None
+    decode: EngineView | None
+    reason: Reason
+
+
+def route(facts: RequestFacts, view: ClusterView, *, pd_min_prompt_tokens: int) -> Decision | None:
+    """Decide the next leg of a request; None when no engine can take it."""
+    usable = [engine for engine in view.engines if _usable(engine, facts)]
+    prefills = [engine for engine in usable if engine.can_prefill]
+    decodes = [engine for engine in usable if engine.can_decode]
+    if facts.started:
+        return _go_on(facts, view, prefills, decodes)
+    if prefills and facts.max_tokens <= 1:
+        return Decision(prefill=_cheapest(prefills, _prefill_cost(facts)), decode=None, reason=Reason.SINGLE_TOKEN)
+    if not decodes:
+        reason = Reason.NO_DECODE if view.wants_decode else Reason.AGGREGATED
+        return _whole(facts, prefills, reason)
+    if reason_alone := _reason_for_decode_alone(facts, view, prefills, decodes, pd_min_prompt_tokens):
+        return _whole(facts, decodes, reason_alone)
+    return _pair(facts, prefills, decodes)
+
+
+def compatible(prefill: EngineView, decode: EngineView) -> bool:
+    """Whether `decode` can fetch KV from `prefill`, by what both said of themselves."""
+    return (
+        prefill.peer_id != decode.peer_id
+        and prefill.model_fingerprint == decode.model_fingerprint
+        and prefill.layout_fingerprints == decode.layout_fingerprints
+        and not prefill.connectors.isdisjoint(decode.connectors)
+        and max(prefill.protocol_min, decode.protocol_min) <= min(prefill.protocol_max, decode.protocol_max)
+    )
+
+
+def _usable(engine: EngineView, facts: RequestFacts) -> bool:
+    return (
+        not engine.draining
+        and engine.session_id not in facts.excluded
+        and facts.model_fingerprint in ("", engine.model_fingerprint)
+    )
+
+
+def _go_on(
+    facts: RequestFacts, view: ClusterView, prefills: list[EngineView], decodes: list[EngineView]
+) -> Decision | None:
+    """After prefill: fetch the offered KV where that is possible, else go on from prompt and tokens."""
+    owner = view.by_peer(facts.offer_owner) if facts.offer_owner else None
+    takers = [engine for engine in decodes if owner is not None and compatible(owner, engine)]
+    if takers:
+        return Decision(prefill=None, decode=_cheapest(takers, _decode_cost), reason=Reason.HANDOFF)
+    if not decodes and view.wants_decode:
+        return _whole(facts, prefills, Reason.NO_DECODE)
+    return _whole(facts, decodes or prefills, Reason.RESUMED)
+
+
+def _reason_for_decode_alone(
+    facts: RequestFacts,
+    view: ClusterView,
+    prefills: list[EngineView],
+    decodes: list[EngineView],
+    pd_min_prompt_tokens: int,
+) -> Reason | None:
+    if not prefills:
+        return Reason.NO_PREFILL if view.wants_prefill else Reason.AGGREGATED
+    if facts.num_prompt_tokens < pd_min_prompt_tokens:
+        return Reason.SHORT_PROMPT
+    # Reporting every position's logprobs means computing every position: nothing counts as cached.
+    if not facts.needs_prompt_logprobs and min(map(facts.uncached, decodes)) < pd_min_prompt_tokens:
+        return Reason.CACHED
+    if not any(compatible(prefill, decode) for prefill in prefills for decode in decodes):
+        # One engine in both roles has nobody to hand over to, and was not meant to have.
+        alone = len({engine.peer_id for engine in (*prefills, *decodes)}) == 1
+        return Reason.AGGREGATED if alone else Reason.NO_PAIR
+    return None
+
+
+def _pair(facts: RequestFacts, prefills: list[EngineView], decodes: list[EngineView]) -> Decision:
+    """The cheapest prefill that some decode can fetch from; decode is chosen anew when prefill is done."""
+    paired = [engine for engine in prefills if any(compatible(engine, decode) for decode in decodes)]
+    prefill = _cheapest(paired, _prefill_cost(facts))
+    takers = [engine for engine in decodes if compatible(prefill, engine)]
+    return Decision(prefill=prefill, decode=_cheapest(takers, _decode_cost), reason=Reason.DISAGGREGATED)
+
+
+def _whole(facts: RequestFacts, engines: list[EngineView], reason: Reason) -> Decision | None:
+    if not engines:
+        return None
+    return Decision(prefill=None, decode=_cheapest(engines, _whole_cost(facts)), reason=reason)
+
+
+def _prefill_cost(facts: RequestFacts) -> Callable[[EngineView], int]:
+    return lambda engine: engine.waiting_tokens + facts.uncached(engine)
+
+
+def _whole_cost(facts: RequestFacts) -> Callable[[EngineView], int]:
+    return lambda engine: _decode_cost(engine) + facts.uncached(engine)
+
+
+def _decode_cost(engine: EngineView) -> int:
+    return engine.waiting_tokens + SEQUENCE_COST_TOKENS * engine.num_sequences
+
+
+def _cheapest(engines: Iterable[EngineView], cost: Callable[[EngineView], int]) -> EngineView:
+    return min(engines, key=lambda engine: (engine.kv_usage > KV_PRESSURE, cost(engine), engine.last_used))

@@ -1,0 +1,260 @@
+"""One request while the proxy owns it: what was emitted, which choices go on, which offer is held, what is left of its time."""
+
+import asyncio
+import secrets
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from pdmesh.errors import DeadlineExceeded, MeshError
+from pdmesh.openai.generator import TokenRequest
+from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
+from pdmesh_proxy.endpoint import Endpoint
+from pdmesh_proxy.metrics import ProxyMetrics, Stage
+from pdmesh_proxy.offers import HeldOffer
+from pdmesh_proxy.router import RequestFacts
+from pdmesh_proxy.stream import Leg
+from pdmesh_proxy.view import EngineView
+
+
+class LegKind(StrEnum):
+    """What a request asks of one engine."""
+
+    PREFILL = "prefill"
+    """Compute the prompt, sample first tokens, offer the KV."""
+    DECODE = "decode"
+    """Fetch the offered KV and go on."""
+    WHOLE = "whole"
+    """Compute what is missing and generate, all in one place."""
+
+
+class Fallback(StrEnum):
+    """Why a request that was meant to be disaggregated was not."""
+
+    NO_PREFILL = "no_prefill"
+    NO_DECODE = "no_decode"
+    NO_PAIR = "no_compatible_pair"
+    LEG_FAILED = "leg_failed"
+    """Prefill or decode failed it before the KV had moved, and one engine computed it anew."""
+    NO_TICKET = "no_ticket"
+    """Prefill ended without an offer, or the offer ended before decode came for it."""
+    RECOMPUTE = "recompute"
+    """Decode could not fetch the KV and computed it itself."""
+
+
+STAGE_OF_FIRST_TOKEN = {
+    LegKind.PREFILL: Stage.PREFILL,
+    LegKind.DECODE: Stage.FIRST_DECODE,
+    LegKind.WHOLE: Stage.WHOLE,
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class CurrentLeg:
+    """The leg that runs now."""
+
+    kind: LegKind
+    engine: EngineView
+    endpoint: Endpoint
+    leg: Leg
+    sent_s: float
+    answered: bool = False
+    """A delta came."""
+    yielded_token: bool = False
+
+
+class RunningRequest:
+    """State of one request. `accept` turns what an engine says into what the client may see."""
+
+    def __init__(self, request: TokenRequest, metrics: ProxyMetrics) -> None:
+        self.request = request
+        self.trace = request.trace
+        self.unfinished = set(range(request.sampling.n))
+        self.emitted: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        self.prefilled = False
+        """A prefill leg has ended well."""
+        self.disaggregating = False
+        """The router meant this request for prefill and decode."""
+        self.kv_settled = False
+        """Decode holds the KV, one way or another; what happens later is no hand-over failing."""
+        self.model_fingerprint = ""
+        self.excluded: set[str] = set()
+        self.num_retries = 0
+        self.last_error: MeshError | None = None
+        self.final_error: MeshError | None = None
+        """Set when the request must end now whatever engines live: its time is up or the proxy shuts down."""
+        self.prefix_keys: list[bytes] = []
+        self.cached_on: dict[str, int] = {}
+        self.current: CurrentLeg | None = None
+        self.offer: HeldOffer | None = None
+        self._offer_endpoint: Endpoint | None = None
+        self._metrics = metrics
+        self._prompt_logprobs_sent = False
+        self._num_legs = 0
+        # Engines know requests of many proxies, and a retry must not be taken for its first attempt.
+        self._nonce = secrets.token_hex(4)
+        self._loop = asyncio.get_running_loop()
+        self.arrived_s = self._loop.time()
+        self.deadline = self.arrived_s + request.deadline_s
+        self._timer = self._loop.call_at(self.deadline, self._overdue)
+        self._wait: asyncio.Timeout | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether the client may have seen something, so that no engine starts from nothing any more."""
+        return self.prefilled or any(self.emitted)
+
+    def facts(self) -> RequestFacts:
+        """What the router decides on."""
+        sampling = self.request.sampling
+        return RequestFacts(
+            num_prompt_tokens=len(self.request.token_ids),
+            max_tokens=sampling.max_tokens,
+            needs_prompt_logprobs=sampling.prompt_logprobs is not None,
+            started=self.started,
+            offer_owner=self.offer.peer_id if self.offer is not None and self.offer.live else "",
+            model_fingerprint=self.model_fingerprint,
+            cached_tokens=self.cached_on,
+            excluded=frozenset(self.excluded),
+        )
+
+    def next_leg_request(self, kind: LegKind) -> GenerateRequest:
+        """Ask for what is still missing: the open choices, after the tokens they have."""
+        choices = sorted(self.unfinished)
+        emitted = [list(self.emitted[choice]) for choice in choices]
+        sampling = self.request.sampling
+        if kind is LegKind.DECODE or self._prompt_logprobs_sent:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        self._num_legs += 1
+        return GenerateRequest(
+            request_id=f"{self.request.request_id}.{self._nonce}.{self._num_legs}",
+            token_ids=self.request.token_ids,
+            sampling=sampling,
+            choices=choices,
+            emitted=emitted if any(emitted) else [],
+            prefill_only=kind is LegKind.PREFILL,
+            ticket=self.offer.ticket if kind is LegKind.DECODE and self.offer is not None else b"",
+            cache_salt=self.request.cache_salt,
+            priority=self.request.priority,
+            deadline_s=self.deadline - self._loop.time(),
+        )
+
+    def begin(self, kind: LegKind, engine: EngineView, endpoint: Endpoint, leg: Leg) -> None:
+        """Note that a leg is on its way."""
+        now = self._loop.time()
+        if self._num_legs == 1:
+            self._metrics.stages.labels(Stage.ROUTE).observe(now - self.arrived_s)
+        self.current = CurrentLeg(kind=kind, engine=engine, endpoint=endpoint, leg=leg, sent_s=now)
+        self.model_fingerprint = engine.model_fingerprint
+        if kind is LegKind.PREFILL:
+            self.trace.prefill = engine.engine_id
+        else:
+            self.trace.decode = engine.engine_id
+        self._metrics.legs.labels(kind).inc()
+
+    def accept(self, delta: ChoiceDelta) -> ChoiceDelta | None:
+        """Take a delta of the current leg; return it as the client may see it, or None when nothing of it is for the client."""
+        current = self.current
+        assert current is not None
+        if not current.answered:
+            current.answered = True
+            self._note_first_delta(current, delta)
+        if delta.kv_committed:
+            self.kv_settled = True
+            self._metrics.stages.labels(Stage.HANDOFF).observe(self._loop.time() - current.sent_s)
+            self.release_offer()
+        if delta.choice not in self.unfinished:
+            return None
+        if delta.token_ids:
+            self._note_tokens(current, delta)
+        if delta.finish_reason:
+            self.unfinished.discard(delta.choice)
+        prompt_logprobs = None if self._prompt_logprobs_sent else delta.prompt_logprobs
+        self._prompt_logprobs_sent = self._prompt_logprobs_sent or prompt_logprobs is not None
+        if not (delta.token_ids or delta.finish_reason or prompt_logprobs is not None):
+            return None
+        return msgspec.structs.replace(
+            delta,
+            request_id=self.request.request_id,
+            prompt_logprobs=prompt_logprobs,
+            ticket=b"",
+            cached_tokens=self.trace.cached_tokens,
+            kv_committed=False,
+        )
+
+    def hold(self, offer: HeldOffer, endpoint: Endpoint) -> None:
+        """Own an offer until `release_offer`."""
+        self.offer, self._offer_endpoint = offer, endpoint
+        endpoint.hold(offer)
+
+    def release_offer(self) -> None:
+        """Give the offer back, if there is one."""
+        if self.offer is not None and self._offer_endpoint is not None:
+            self._offer_endpoint.release(self.offer)
+        self.offer = self._offer_endpoint = None
+
+    def fall_back(self, reason: Fallback, detail: str = "") -> None:
+        """Count that disaggregation was intended and is not done."""
+        self._metrics.fallbacks.labels(reason).inc()
+        self.trace.fallbacks.append(detail or reason)
+
+    def stop_choice(self, choice: int) -> None:
+        """Show nothing more of a choice; the leg goes on for the others."""
+        self.unfinished.discard(choice)
+        if self.current is not None:
+            self.current.leg.stop_choice(choice)
+
+    def fail(self, error: MeshError) -> None:
+        """End the request now, wherever it is."""
+        if self.final_error is None:
+            self.final_error = error
+            if self.current is not None:
+                self.current.leg.give_up(error)
+            if self._wait is not None and not self._wait.expired():
+                self._wait.reschedule(self._loop.time())
+
+    async def wait(self, happening: Coroutine[Any, Any, None], until_s: float) -> bool:
+        """Await something until a loop time or the end of the request; False when it did not come. Raises `final_error`."""
+        try:
+            async with asyncio.timeout_at(min(until_s, self.deadline)) as self._wait:
+                await happening
+        except TimeoutError:
+            if self.final_error is not None:
+                raise self.final_error from None
+            return False
+        finally:
+            self._wait = None
+        return True
+
+    def close(self) -> None:
+        """Let everything go; the leg has been closed by now."""
+        self._timer.cancel()
+        self.release_offer()
+
+    def _overdue(self) -> None:
+        self.fail(DeadlineExceeded(f"the request did not end within its {self.request.deadline_s:g} s"))
+
+    def _note_first_delta(self, current: CurrentLeg, delta: ChoiceDelta) -> None:
+        """Read what engines say once per leg: where the KV came from, and what did not have to be computed."""
+        trace = self.trace
+        if current.kind is not LegKind.DECODE and not any(self.emitted):
+            trace.cached_tokens = delta.cached_tokens
+        if current.kind is LegKind.DECODE or not trace.kv_source:
+            trace.kv_source, trace.kv_bytes = delta.kv_source, delta.kv_bytes
+        if delta.kv_bytes:
+            self._metrics.kv_bytes.labels(delta.kv_source).inc(delta.kv_bytes)
+        if current.kind is LegKind.DECODE and delta.kv_source.startswith("recompute"):
+            self.fall_back(Fallback.RECOMPUTE, delta.kv_source)
+
+    def _note_tokens(self, current: CurrentLeg, delta: ChoiceDelta) -> None:
+        now = self._loop.time()
+        if not current.yielded_token:
+            current.yielded_token = True
+            self._metrics.stages.labels(STAGE_OF_FIRST_TOKEN[current.kind]).observe(now - current.sent_s)
+            if not any(self.emitted):
+                self._metrics.time_to_first_token.observe(now - self.arrived_s)
+        self.emitted[delta.choice].extend(delta.token_ids)
+        self._metrics.output_tokens.inc(len(delta.token_ids))

@@ -1,0 +1,47 @@
+"""The life of the proxy process."""
+
+import asyncio
+
+from prometheus_client import CollectorRegistry
+
+from pdmesh.errors import ConfigError
+from pdmesh.lifecycle import Life, http_server, run_service
+from pdmesh.openai.app import create_app
+from pdmesh.openai.text import load_text_model
+from pdmesh.security import MeshSecret
+from pdmesh_proxy.cluster import Cluster
+from pdmesh_proxy.config import ProxyConfig
+from pdmesh_proxy.handler import MeshGenerator
+from pdmesh_proxy.metrics import ProxyMetrics
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the proxy until SIGTERM; returns the exit code."""
+    return run_service("proxy", ProxyConfig, serve, argv, positional="model")
+
+
+async def serve(config: ProxyConfig, life: Life) -> None:
+    """Load the tokenizer, join the engines, answer HTTP until told to stop, then let running requests end."""
+    _check(config)
+    secret = MeshSecret.load(config)
+    life.progress("loading the tokenizer", 0.0)
+    text = await asyncio.to_thread(load_text_model, config.model)
+    registry = CollectorRegistry()
+    metrics = ProxyMetrics(registry)
+    async with Cluster(config, secret=secret, metrics=metrics) as cluster:
+        generator = MeshGenerator(cluster, config=config, secret=secret, metrics=metrics)
+        app = create_app(generator=generator, text=text, config=config, role="proxy", registry=registry)
+        async with http_server(app, config.host, config.port) as port:
+            life.ready(http_port=port)
+            await life.stopped()
+            await generator.drain(config.drain_timeout_s)
+
+
+def _check(config: ProxyConfig) -> None:
+    if not config.model:
+        raise ConfigError(
+            "model is required: a Hugging Face directory or id, or a GGUF file, the same as the engines' "
+            "(smollm2-135m is the demo)"
+        )
+    if not config.prefill and not config.decode:
+        raise ConfigError("no engines: name some with --prefill and --decode (host:port or file:PATH)")

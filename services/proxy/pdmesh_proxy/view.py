@@ -1,0 +1,50 @@
+"""What the router sees of the mesh: an immutable picture of every engine that answers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """One engine at the moment of the picture."""
+
+    address: str
+    session_id: str
+    """Names the connection; an engine that came back has another one."""
+    engine_id: str
+    epoch: int
+    can_prefill: bool
+    """Takes prefill legs."""
+    can_decode: bool
+    """Takes decode legs and whole requests."""
+    model_fingerprint: str
+    layout_fingerprints: tuple[str, ...]
+    connectors: frozenset[str]
+    protocol_min: int
+    protocol_max: int
+    draining: bool = False
+    num_sequences: int = 0
+    """Running and waiting, as far as engine and proxy know."""
+    waiting_tokens: int = 0
+    """Prompt tokens that must be computed before a new request's turn."""
+    kv_usage: float = 0.0
+    last_used: int = 0
+    """Order in which engines were used; the smallest was used longest ago."""
+
+    @property
+    def peer_id(self) -> str:
+        """Name of the running process."""
+        return f"{self.engine_id}@{self.epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterView:
+    """All engines that could be used, and what the operator meant the mesh to have."""
+
+    engines: tuple[EngineView, ...]
+    wants_prefill: bool = True
+    """Whether prefill targets are configured, so that doing without one is a degradation."""
+    wants_decode: bool = True
+
+    def by_peer(self, peer_id: str) -> EngineView | None:
+        """Find a running process, draining or not."""
+        return next((engine for engine in self.engines if engine.peer_id == peer_id), None)
