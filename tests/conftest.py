@@ -1,0 +1,50 @@
+"""What every test runs under: few threads, no outside configuration, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+# Before anything imports torch: tests share few cores, and thread counts must not change results.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tests never reach for a hub, and a developer's settings never reach the services under test.
+os.environ["HF_HUB_OFFLINE"] = "1"
+for _name in [name for name in os.environ if name.startswith("PDMESH_") and not name.startswith("PDMESH_TEST_")]:
+    del os.environ[_name]
+
+ENDING_GRACE_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def no_processes_left() -> Iterator[None]:
+    """Fail a test that leaves a child process running; fixtures of a wider scope start theirs before this one looks."""
+    before = _children()
+    yield
+    deadline = time.monotonic() + ENDING_GRACE_S
+    while (left := _children() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in left:
+        process.kill()
+    assert not left, f"the test left processes running: {left}"
+
+
+def _children() -> set[psutil.Process]:
+    """Living children, without Python's own helper that cleans up after multiprocessing."""
+    return {
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.is_running() and child.status() != psutil.STATUS_ZOMBIE and not _is_resource_tracker(child)
+    }
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False

@@ -1,0 +1,114 @@
+"""House rules that a reader would otherwise have to check by eye."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+from pdmesh.config import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE_FOLDERS = (
+    "shared/pdmesh",
+    "kernels/pdmesh_kernels",
+    *(f"services/{s}/pdmesh_{s}" for s in ("proxy", "prefill", "decode", "kvcache")),
+)
+MAX_LINES = 400
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc"}
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
+FORBIDDEN_CALLS = {"eval", "exec"}
+CONFIG_MODULES = (
+    "pdmesh.config",
+    "pdmesh.supervisor.config",
+    *(f"pdmesh_{service}.config" for service in ("proxy", "prefill", "decode", "kvcache")),
+)
+
+
+def sources() -> list[Path]:
+    found = [path for folder in SOURCE_FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if "_pb2" not in path.name]
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", sources(), ids=relative)
+def test_module_keeps_the_rules(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= MAX_LINES, f"split it: more than {MAX_LINES} lines"
+    assert path.stem not in FORBIDDEN_NAMES, "name it after the noun it serves"
+    if path.name not in ("__init__.py", "__main__.py"):
+        assert ast.get_docstring(tree), "a module says what it is for"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            assert not {alias.name.split(".")[0] for alias in node.names} & FORBIDDEN_MODULES
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] not in FORBIDDEN_MODULES
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in FORBIDDEN_CALLS, f"line {node.lineno}: no {node.func.id}"
+
+
+def settings_classes() -> list[type[Settings]]:
+    classes = {
+        value
+        for name in CONFIG_MODULES
+        for value in vars(importlib.import_module(name)).values()
+        if isinstance(value, type) and issubclass(value, Settings) and value is not Settings
+    }
+    return sorted(classes, key=lambda cls: cls.__qualname__)
+
+
+@pytest.mark.parametrize("cls", settings_classes(), ids=lambda cls: cls.__name__)
+def test_every_setting_is_documented(cls: type[Settings]) -> None:
+    assert not [name for name, field in cls.model_fields.items() if not (field.description or "").strip()]
+
+
+@pytest.mark.parametrize("cls", settings_classes(), ids=lambda cls: cls.__name__)
+def test_every_setting_is_in_the_help(cls: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    from pdmesh.config import load_config
+
+    with pytest.raises(SystemExit) as ended:
+        load_config(cls, ["--help"], prog="pdmesh test", environ={})
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert not [name for name in cls.model_fields if "--" + name.replace("_", "-") not in shown]
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    """Only configuration, the per-user secret and the supervisor (which hands it on) touch os.environ."""
+    allowed = {"shared/pdmesh/config.py", "shared/pdmesh/security.py", "shared/pdmesh/supervisor/main.py"}
+    readers = {
+        relative(path)
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+    }
+    assert readers <= allowed
+
+
+def test_packages_only_re_export() -> None:
+    for path in sources():
+        if path.name != "__init__.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        kinds = {type(node).__name__ for node in tree.body}
+        # kernels' packages check shapes and pick an implementation, as DESIGN §4 has them.
+        if "pdmesh_kernels" not in str(path):
+            assert not kinds & {"FunctionDef", "AsyncFunctionDef", "ClassDef"}, relative(path)
+
+
+def test_test_files_have_unique_names() -> None:
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))
+
+
+def test_every_package_is_shipped() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert all(f'"{folder}"' in pyproject for folder in SOURCE_FOLDERS)
+    assert list(pkgutil.iter_modules([str(ROOT / "shared" / "pdmesh")]))
