@@ -68,7 +68,10 @@ class _Entry:
 
 
 class PeerDirectory:
-    """Owners by address. An async context manager: leaving it detaches and closes all. Lives on one event loop."""
+    """Owners by address. An async context manager: leaving it detaches and closes all. Lives on one event loop.
+
+    `block_bytes`, one per layout, lets the tier make its arena for that layout at the handshake.
+    """
 
     def __init__(
         self,
@@ -79,6 +82,8 @@ class PeerDirectory:
         layout_fingerprints: list[str],
         attach: Attach,
         detach: Detach,
+        *,
+        block_bytes: list[int] | None = None,
     ) -> None:
         self.fallbacks: Counter[str] = Counter()
         """Times a connector could not be used and the next one was, by the name of the one that could not."""
@@ -91,6 +96,7 @@ class PeerDirectory:
         self._layout_fingerprints = layout_fingerprints
         self._attach = attach
         self._detach = detach
+        self._block_bytes = block_bytes or []
         self._entries: dict[str, _Entry] = {}
         self._logged: set[tuple[str, str]] = set()
         self._renewing: asyncio.Task[None] | None = None
@@ -227,6 +233,7 @@ class PeerDirectory:
             protocol_max=PROTOCOL_MAX,
             layout_fingerprints=self._layout_fingerprints,
             model_fingerprint=self._model_fingerprint,
+            block_bytes=self._block_bytes,
         )
         try:
             reply: pb.HandshakeReply = await stub.Handshake(

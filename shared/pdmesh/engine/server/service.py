@@ -60,6 +60,7 @@ async def _serve(config: EngineConfig, life: Life, role: Role, started: asyncio.
                 core.ready.layout_fingerprints,
                 core_peers.attach,
                 core_peers.detach,
+                block_bytes=[core.ready.block_bytes],
             ) as peers,
             _task_group() as tasks,
         ):

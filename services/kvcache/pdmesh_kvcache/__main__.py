@@ -1,0 +1,9 @@
+"""`python -m pdmesh_kvcache`: run the kvcache service."""
+
+import sys
+
+from pdmesh.lifecycle import run_service
+from pdmesh_kvcache.config import KVCacheConfig
+from pdmesh_kvcache.server import serve
+
+sys.exit(run_service("kvcache", KVCacheConfig, serve))

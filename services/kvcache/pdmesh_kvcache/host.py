@@ -1,0 +1,104 @@
+"""An arena at work: its slots, the offers that pin them, the owner's rpc half, and the puller that fills them."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from types import TracebackType
+from typing import Self
+
+from pdmesh.connector.owner import PoolOwner
+from pdmesh.protocol.messages import GroupBlocks
+from pdmesh.protocol.offers import EndedOffer, OfferTable
+from pdmesh.security import MeshSecret
+from pdmesh_kvcache.arena import Arena
+from pdmesh_kvcache.puller import Puller
+
+
+class ArenaHost:
+    """An async context manager that runs one arena; enter it before use, leave it only when `is_quiet`.
+
+    A lookup is an offer and a transfer in one, both under the id that its engine minted: `open_lookup`, then pin what is
+    found, then `seal_lookup`. Whatever becomes of the lookup, its pins go with the offer: released, ended or expired.
+    """
+
+    def __init__(self, arena: Arena, connectors: list[str], secret: MeshSecret) -> None:
+        self.arena = arena
+        self.index = arena.index
+        self.offers = OfferTable()
+        self.puller = Puller(arena, connectors, secret)
+        self.retiring = False
+        """Takes nothing new; goes when nothing uses it any more."""
+        self._num_users = 0
+        self._owner: PoolOwner | None = None
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            stack.callback(self.arena.close)
+            await stack.enter_async_context(self.puller)
+            self._owner = PoolOwner(
+                peer_id=self.arena.peer_id,
+                pool=self.arena.pool,
+                offers=self.offers,
+                connectors=self.puller.metadata,
+                model_fingerprint=self.arena.kind.model_fingerprint,
+                layout_fingerprints=[self.arena.kind.layout_fingerprint],
+                on_ended=self._on_ended,
+            )
+            reaper = asyncio.create_task(self._owner.run(), name=f"leases of {self.arena.peer_id}")
+            stack.push_async_callback(_ended, reaper)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    @property
+    def owner(self) -> PoolOwner:
+        """The rpc half."""
+        assert self._owner is not None, "the host was not entered"
+        return self._owner
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is pinned, filling or about to be."""
+        return self._num_users == 0 and self.offers.num_open == 0 and self.arena.is_quiet
+
+    @contextmanager
+    def in_use(self) -> Iterator[Self]:
+        """Keep it alive meanwhile."""
+        self._num_users += 1
+        try:
+            yield self
+        finally:
+            self._num_users -= 1
+
+    def open_lookup(self, transfer_id: str, within_s: float) -> None:
+        """Start a lookup. Raises ValueError when the id was used before."""
+        self.offers.open(
+            transfer_id, request_id=transfer_id, digest=b"", release_on_commit=True, seal_within_s=within_s
+        )
+        self.owner.settle()
+
+    def seal_lookup(self, transfer_id: str, consumer_id: str, group: int, slots: list[int]) -> GroupBlocks:
+        """Give the pinned slots to the consumer until it ends its transfer or stops renewing it."""
+        blocks = self.arena.blocks_of(group, slots)
+        self.offers.seal(transfer_id, [blocks], 0)
+        self.offers.begin(transfer_id, consumer_id, transfer_id, b"")
+        self.owner.settle()
+        return blocks
+
+    def end_lookup(self, transfer_id: str) -> None:
+        """Let go of what a lookup pinned."""
+        self.offers.release(transfer_id)
+        self.owner.settle()
+
+    def _on_ended(self, ended: EndedOffer) -> None:
+        self.index.unpin(ended.offer_id)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

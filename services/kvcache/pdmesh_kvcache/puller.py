@@ -1,0 +1,141 @@
+"""Copies blocks out of engines' pools into an arena: the worker halves of the connectors, driven from the event loop.
+
+Worker halves are not thread-safe and may block while they connect, so all of them live on one thread of this arena; the
+loop hears of ended pulls through their descriptors.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeVar
+
+from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.connector.peers import Peer, PeerDirectory
+from pdmesh.connector.registry import make_worker_connectors
+from pdmesh.errors import PeerUnavailable
+from pdmesh.security import MeshSecret
+from pdmesh_kvcache.arena import Arena
+
+ResultT = TypeVar("ResultT")
+
+
+class Puller:
+    """An async context manager around one arena's connectors. Leaving it ends all pulls; after that nothing writes."""
+
+    def __init__(self, arena: Arena, connectors: list[str], secret: MeshSecret) -> None:
+        self.metadata: dict[str, bytes] = {}
+        """What consumers of the arena need, by connector."""
+        self._arena = arena
+        self._names = connectors
+        self._secret = secret
+        self._connectors: dict[str, WorkerConnector] = {}
+        self._connector_of: dict[str, str] = {}
+        self._waiting: dict[str, asyncio.Future[PullResult]] = {}
+        self._numbers = itertools.count()
+        self._stack = AsyncExitStack()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="puller")
+        self._loop = asyncio.get_running_loop()
+        self.peers = PeerDirectory(
+            arena.peer_id,
+            secret,
+            connectors,
+            arena.kind.model_fingerprint,
+            [arena.kind.layout_fingerprint],
+            self._attach,
+            self._detach,
+        )
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            stack.callback(self._thread.shutdown)
+            self._connectors = await self._in_thread(
+                partial(make_worker_connectors, self._names, peer_id=self._arena.peer_id, secret=self._secret)
+            )
+            for name, connector in self._connectors.items():
+                stack.push_async_callback(self._in_thread, connector.close)
+                self.metadata[name] = await self._in_thread(partial(connector.register, self._arena.pool))
+                self._watch(connector)
+                stack.callback(self._loop.remove_reader, connector.fileno())
+            await stack.enter_async_context(self.peers)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+        for waiting in self._waiting.values():
+            waiting.cancel()
+
+    async def reach(self, owner_id: str, address: str, deadline_s: float) -> Peer:
+        """Return the attached owner of a store's blocks. Raises HandshakeRefused or PeerUnavailable."""
+        peer = await self.peers.reach(address, deadline_s)
+        if peer.peer_id != owner_id:
+            # The one we knew is gone and its successor asks; or the other way round.
+            self.peers.forget(peer.peer_id)
+            peer = await self.peers.reach(address, deadline_s)
+        if peer.peer_id != owner_id:
+            raise PeerUnavailable(f"{owner_id} is gone: {peer.peer_id} answers at {address}")
+        return peer
+
+    async def pull(
+        self, peer: Peer, block_ids: list[int], generations: list[int], slots: list[int], deadline_s: float
+    ) -> PullResult:
+        """Copy blocks into reserved slots and wait until nothing writes to them any more, however it ends.
+
+        Being cancelled leaves the copy running: only the closing arena cancels, and it ends the copy first.
+        """
+        transfer_id = f"store-{next(self._numbers)}"
+        connector = self._connectors[peer.connector]
+        waiting: asyncio.Future[PullResult] = self._loop.create_future()
+        self._waiting[transfer_id] = waiting
+        pull = Pull(
+            transfer_id=transfer_id,
+            peer_id=peer.peer_id,
+            source_block_ids=block_ids,
+            generations=generations,
+            target_block_ids=slots,
+            deadline_s=deadline_s,
+        )
+        try:
+            await self._in_thread(partial(connector.start, pull))
+            # The connector's contract: every pull ends, at its deadline at the latest.
+            return await waiting
+        finally:
+            self._waiting.pop(transfer_id, None)
+
+    async def _attach(self, pool: PeerPool, name: str) -> None:
+        connector = self._connectors[name]
+        await self._in_thread(partial(connector.connect, pool))
+        self._connector_of[pool.peer_id] = name
+
+    def _detach(self, peer_id: str) -> None:
+        connector = self._connectors[self._connector_of.pop(peer_id)]
+        self._thread.submit(connector.disconnect, peer_id)
+
+    def _watch(self, connector: WorkerConnector) -> None:
+        self._loop.add_reader(connector.fileno(), self._poll, connector)
+
+    def _poll(self, connector: WorkerConnector) -> None:
+        # Silent until the results are taken, or the loop would spin meanwhile.
+        self._loop.remove_reader(connector.fileno())
+        self._thread.submit(self._take, connector)
+
+    def _take(self, connector: WorkerConnector) -> None:
+        results = connector.poll()
+        self._loop.call_soon_threadsafe(self._deliver, connector, results)
+
+    def _deliver(self, connector: WorkerConnector, results: list[PullResult]) -> None:
+        for result in results:
+            waiting = self._waiting.get(result.transfer_id)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(result)
+        if connector.fileno() >= 0:
+            self._watch(connector)
+
+    async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
+        return await self._loop.run_in_executor(self._thread, call)

@@ -1,0 +1,181 @@
+"""Redis or Valkey as a bounded store of values: fetch, write, remove, each one pipelined round trip.
+
+Both servers speak the same commands here. The size bound is ours, kept by a script on the server so that several kvcache
+services may share one: a sorted set orders the values by last use, a hash has their sizes and their sum. It only ever
+over-counts (what expired or was evicted by `maxmemory` leaves the book when its time to live is over).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from pdmesh.errors import ConfigError, PeerError, PeerUnavailable
+from pdmesh_kvcache.config import KVCacheConfig
+
+INDEX_KEY = "pdmesh:v1:index"
+SIZES_KEY = "pdmesh:v1:sizes"
+SCHEMES = ("redis", "rediss", "unix")
+MAX_CONNECTIONS = 8
+# Values are megabytes: fewer, larger reads.
+SOCKET_READ_BYTES = 1 << 17
+DROP_ONLY = -1
+
+# ARGV: time to live (ms), most bytes, then name and size of each value that is about to be written or was used; size -1:
+# that value was removed. The book is rebuilt from the values when its sum is missing (evicted by `maxmemory`, say).
+_BOOK_SCRIPT = """
+local index, sizes = KEYS[1], KEYS[2]
+local ttl_ms, max_bytes = tonumber(ARGV[1]), tonumber(ARGV[2])
+local clock = redis.call('TIME')
+local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local total = tonumber(redis.call('HGET', sizes, 'total') or -1)
+if total < 0 then
+  total = 0
+  for _, name in ipairs(redis.call('ZRANGE', index, 0, -1)) do
+    local size = redis.call('STRLEN', name)
+    if size == 0 then redis.call('ZREM', index, name) else redis.call('HSET', sizes, name, size) end
+    total = total + size
+  end
+end
+local function drop(name)
+  total = total - tonumber(redis.call('HGET', sizes, name) or 0)
+  redis.call('HDEL', sizes, name)
+  redis.call('ZREM', index, name)
+end
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', now_ms - ttl_ms, 'LIMIT', 0, 1000)) do
+  drop(name)
+end
+for i = 3, #ARGV, 2 do
+  drop(ARGV[i])
+  local size = tonumber(ARGV[i + 1])
+  if size >= 0 then
+    redis.call('ZADD', index, now_ms, ARGV[i])
+    redis.call('HSET', sizes, ARGV[i], size)
+    total = total + size
+  end
+end
+while total > max_bytes do
+  local oldest = redis.call('ZRANGE', index, 0, 0)[1]
+  if not oldest then break end
+  redis.call('UNLINK', oldest)
+  drop(oldest)
+end
+redis.call('HSET', sizes, 'total', total)
+return total
+"""
+
+
+class ValkeyRefused(PeerError):
+    """The server is there but says no to this command (out of memory, read-only, wrong type)."""
+
+
+class Valkey:
+    """A client with a bounded pool of connections. Every call raises PeerUnavailable or ValkeyRefused and takes at most
+    the configured timeout."""
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        self.shown_url = _without_password(config.valkey)
+        """For logs."""
+        self._timeout_s = config.valkey_timeout_s
+        self._ttl_ms = config.valkey_ttl_s * 1000
+        self._max_bytes = config.valkey_max_bytes
+        self._client = _make_client(config, self.shown_url)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.aclose()
+
+    async def ping(self) -> None:
+        """Return when the server answers."""
+        async with self._translated():
+            await self._client.ping()
+
+    async def fetch(self, names: list[str]) -> list[bytes | None]:
+        """Read values; None for each that is not there."""
+        async with self._translated():
+            # Nothing is decoded to str here, whatever the client's types allow for.
+            values: list[Any] = await self._client.mget(names)
+            return values
+
+    async def write(self, values: dict[str, bytes]) -> None:
+        """Store values with their time to live, after making room for them; together at most the size bound."""
+        async with self._translated(), self._client.pipeline(transaction=False) as pipe:
+            self._book(pipe, {name: len(value) for name, value in values.items()})
+            for name, value in values.items():
+                pipe.set(name, value, px=self._ttl_ms)
+            await pipe.execute()
+
+    async def refresh(self, sizes: dict[str, int]) -> None:
+        """Count values as just used: their time to live begins again and they are removed later."""
+        async with self._translated(), self._client.pipeline(transaction=False) as pipe:
+            self._book(pipe, sizes)
+            for name in sizes:
+                pipe.pexpire(name, self._ttl_ms)
+            await pipe.execute()
+
+    async def remove(self, names: list[str]) -> None:
+        """Delete values."""
+        async with self._translated(), self._client.pipeline(transaction=False) as pipe:
+            pipe.unlink(*names)
+            self._book(pipe, dict.fromkeys(names, DROP_ONLY))
+            await pipe.execute()
+
+    def _book(self, pipe: Any, sizes: dict[str, int]) -> None:
+        pairs = [part for name, size in sizes.items() for part in (name, size)]
+        pipe.eval(_BOOK_SCRIPT, 2, INDEX_KEY, SIZES_KEY, self._ttl_ms, self._max_bytes, *pairs)
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except (RedisConnectionError, RedisTimeoutError, OSError) as exc:
+            raise PeerUnavailable(str(exc) or f"no answer within {self._timeout_s:g} s") from exc
+        except RedisError as exc:
+            raise ValkeyRefused(str(exc)) from exc
+
+
+def _make_client(config: KVCacheConfig, shown_url: str) -> "redis.Redis":
+    """Parse the URL. Raises ConfigError when it is not one; whether somebody answers there is seen later."""
+    remedy = "give redis://host:port/db, rediss://host:port/db or unix:///path"
+    if urlsplit(config.valkey).scheme not in SCHEMES:
+        raise ConfigError(f"valkey: {shown_url!r} is not the URL of a Redis or Valkey server; {remedy}")
+    try:
+        pool = redis.BlockingConnectionPool.from_url(
+            config.valkey,
+            max_connections=MAX_CONNECTIONS,
+            timeout=config.valkey_timeout_s,
+            socket_timeout=config.valkey_timeout_s,
+            socket_connect_timeout=config.valkey_timeout_s,
+            socket_read_size=SOCKET_READ_BYTES,
+            # The breaker in `backing` decides when to try again.
+            retry=Retry(NoBackoff(), 0),
+            # The oldest protocol: nothing here needs more, and every server and proxy has it.
+            protocol=2,
+            client_name="pdmesh-kvcache",
+        )
+        # Arguments of a connection are checked only when one is made.
+        pool.make_connection()  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError, RedisError) as exc:
+        raise ConfigError(f"valkey: {shown_url!r} cannot be used: {exc}; {remedy}") from exc
+    return redis.Redis(connection_pool=pool)
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    if not parts.netloc.rpartition("@")[0]:
+        return url
+    return parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]).geturl()
