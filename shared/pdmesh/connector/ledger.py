@@ -1,0 +1,108 @@
+"""The scheduler's half of the connector: what is being loaded, and which blocks are kept for offers. A table, no I/O.
+
+A load owns nothing while its consumer lives; when the consumer goes first, its blocks stay here (in quarantine) until the
+worker's half says that nothing writes to them any more.
+"""
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from pdmesh.errors import TransferFailed
+from pdmesh.protocol.messages import KVSource
+
+OwnerT = TypeVar("OwnerT")
+
+BlockLists = list[list[int]]
+"""Block ids of each KV group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullPlan:
+    """The part of a source that is missing here."""
+
+    source_block_ids: list[int]
+    generations: list[int]
+    first_block: int
+    """Index, in the request, of the first missing block."""
+
+
+@dataclass(slots=True)
+class Load(Generic[OwnerT]):
+    """A pull that has begun and not ended."""
+
+    source: KVSource
+    request_id: str
+    owner: OwnerT | None
+    """Who waits for it; None once that one has ended."""
+    num_tokens: int
+    """Tokens that need not be computed when it succeeds."""
+    from_tier: bool
+    quarantined: BlockLists = field(default_factory=list)
+
+
+class Ledger(Generic[OwnerT]):
+    """Loads by transfer id, and blocks held for offers by offer id."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, Load[OwnerT]] = {}
+        self._offers: dict[str, BlockLists] = {}
+
+    @property
+    def num_loads(self) -> int:
+        return len(self._loads)
+
+    @property
+    def num_owners(self) -> int:
+        """Loads that someone still waits for."""
+        return sum(load.owner is not None for load in self._loads.values())
+
+    @property
+    def num_offers(self) -> int:
+        return len(self._offers)
+
+    def begin_load(self, load: Load[OwnerT]) -> None:
+        self._loads[load.source.transfer_id] = load
+
+    def load_of(self, owner: OwnerT) -> Load[OwnerT]:
+        """Return the load that `owner` waits for."""
+        return next(load for load in self._loads.values() if load.owner is owner)
+
+    def end_load(self, transfer_id: str) -> Load[OwnerT] | None:
+        """Strike a load off; None when it is not known."""
+        return self._loads.pop(transfer_id, None)
+
+    def has_load(self, transfer_id: str) -> bool:
+        return transfer_id in self._loads
+
+    def hold_offer(self, offer_id: str, blocks: BlockLists) -> None:
+        """Take over the caller's references to `blocks`."""
+        self._offers[offer_id] = blocks
+
+    def release_offer(self, offer_id: str) -> BlockLists | None:
+        """Hand the references back; None when the offer is not held."""
+        return self._offers.pop(offer_id, None)
+
+    def holders(self) -> list[BlockLists]:
+        """Return every block list that this table keeps referenced."""
+        return [*self._offers.values(), *(load.quarantined for load in self._loads.values() if load.quarantined)]
+
+
+def plan_pull(source: KVSource, *, num_local_blocks: int, block_size: int) -> PullPlan | None:
+    """Return what to pull when the first `num_local_blocks` blocks are here already; None when nothing is missing.
+
+    Raises TransferFailed, with the reason as its message, for a source that does not fit together or leaves a gap.
+    """
+    blocks = source.groups[0] if len(source.groups) == 1 else None
+    end = -(-source.num_tokens // block_size)
+    if blocks is None or not len(blocks.block_ids) == len(blocks.generations) == end - source.first_block:
+        raise TransferFailed("mismatch")
+    if num_local_blocks >= end:
+        return None
+    if num_local_blocks < source.first_block:
+        raise TransferFailed("gap")
+    skipped = num_local_blocks - source.first_block
+    return PullPlan(
+        source_block_ids=blocks.block_ids[skipped:],
+        generations=blocks.generations[skipped:],
+        first_block=num_local_blocks,
+    )

@@ -1,0 +1,221 @@
+"""Everything the scheduler knows, and the moves that keep it whole: enqueue, run, preempt, finish.
+
+A sequence is in exactly one of: its request's held list, the waiting queue, the running list, the ledger (pulling), or
+finished. Each move below changes state, place and blocks together.
+"""
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pdmesh.connector.ledger import BlockLists, Ledger
+from pdmesh.engine.admission import Limits
+from pdmesh.engine.kv_manager import KVManager
+from pdmesh.engine.messages import Stats, TransferEnded
+from pdmesh.engine.outbox import Outbox
+from pdmesh.engine.request import Request, Sequence
+from pdmesh.engine.states import FINISH_REASON, Event, State
+from pdmesh.engine.waiting_queue import WaitingQueue
+from pdmesh.errors import MeshError
+from pdmesh.protocol.messages import ChoiceDelta, KVSource, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Counters:
+    """Cumulative, since start."""
+
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
+    nan_requests: int = 0
+
+
+class EngineState:
+    """Requests, queues, blocks and the outbox of one engine core."""
+
+    def __init__(self, kv: KVManager, limits: Limits) -> None:
+        self.kv = kv
+        self.limits = limits
+        self.requests: dict[str, Request] = {}
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []
+        """In order of arrival."""
+        self.ledger: Ledger[Sequence] = Ledger()
+        self.outbox = Outbox()
+        self.counters = Counters()
+
+    def take_outbox(self) -> Outbox:
+        taken, self.outbox = self.outbox, Outbox()
+        return taken
+
+    def run(self, sequence: Sequence) -> None:
+        """Move a sequence from the waiting queue into the batch."""
+        self.waiting.remove(sequence)
+        sequence.apply(Event.ADMITTED)
+        bisect.insort(self.running, sequence, key=_order)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks away; it waits, first in line of those that arrived after it, to compute them again."""
+        if sequence.state is State.RUNNING:
+            self._stop_running(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.apply(Event.PREEMPTED)
+        self.kv.release(sequence)
+        self.waiting.push_returned(sequence)
+        self.counters.num_preemptions += 1
+        if sequence.kv_bytes and not sequence.kv_source.startswith("recompute"):
+            sequence.kv_source = "recompute:preempted"
+
+    def last_holder(self) -> Sequence | None:
+        """Return the last arrived sequence whose blocks may be taken away."""
+        waiting, running = self.waiting.last_holder(), self.running[-1] if self.running else None
+        if waiting is None or running is None:
+            return waiting or running
+        return max(waiting, running, key=_order)
+
+    def free_held(self, request: Request) -> None:
+        """Let the further choices of a request compete for the batch: its prompt is in the cache now."""
+        for sequence in request.held:
+            sequence.apply(Event.FREED)
+            self.waiting.push_returned(sequence)
+        request.held = []
+
+    def finish(
+        self,
+        sequence: Sequence,
+        event: Event,
+        *,
+        token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        stop_token_id: int | None = None,
+        error: MeshError | None = None,
+    ) -> None:
+        """End a sequence, wherever it is, free what it holds, and say so in its last delta."""
+        request = sequence.request
+        self._leave(sequence)
+        sequence.apply(event)
+        self.report(
+            sequence,
+            token_ids=token_ids or [],
+            logprobs=logprobs or [],
+            finish_reason=FINISH_REASON[sequence.state],
+            stop_token_id=stop_token_id,
+            error=error,
+        )
+        if sequence is request.lead and request.held:
+            # Without a computed prompt the next choice must lead.
+            request.lead = request.held.pop(0)
+            request.lead.apply(Event.FREED)
+            self.waiting.push_returned(request.lead)
+        elif sequence is request.lead and request.source is not None:
+            self.end_source(request, request.source, reason="aborted")
+        request.num_live -= 1
+        if request.num_live == 0:
+            del self.requests[request.request_id]
+
+    def report(
+        self,
+        sequence: Sequence,
+        *,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        finish_reason: str = "",
+        stop_token_id: int | None = None,
+        error: MeshError | None = None,
+    ) -> None:
+        """Put a delta into the outbox; a sequence's first one also tells where its KV came from."""
+        is_first, sequence.has_reported = not sequence.has_reported, True
+        has_all = sequence.wants_prompt_logprobs and len(sequence.prompt_logprobs) == sequence.request.num_prompt
+        self.outbox.deltas.append(
+            ChoiceDelta(
+                request_id=sequence.request.request_id,
+                choice=sequence.choice,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=sequence.prompt_logprobs if is_first and has_all else None,
+                finish_reason=finish_reason,
+                stop_token_id=stop_token_id,
+                cached_tokens=min(sequence.num_reused_tokens, sequence.request.num_prompt) if is_first else 0,
+                kv_bytes=sequence.kv_bytes if is_first else 0,
+                kv_source=sequence.kv_source if is_first else "",
+                error_code="" if error is None else error.code,
+                error_message="" if error is None else error.message,
+                error_param="" if error is None else error.param or "",
+            )
+        )
+
+    def end_source(self, request: Request, source: KVSource, *, reason: str) -> None:
+        """Tell the server that a source is not needed any more, without a pull; an empty reason is success."""
+        request.source = None
+        self.outbox.transfers.append(
+            TransferEnded(
+                transfer_id=source.transfer_id,
+                peer_id=source.peer_id,
+                request_id=request.request_id,
+                committed=not reason,
+                reason=reason,
+            )
+        )
+
+    def stats(self) -> Stats:
+        """Return gauges and counters; the core adds what it knows of steps."""
+        counters = self.counters
+        return Stats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_waiting_tokens=self.waiting.num_tokens,
+            num_waiting_remote=self.ledger.num_loads,
+            num_blocks_used=self.kv.num_used,
+            num_blocks=self.kv.num_blocks,
+            num_offers_held=self.ledger.num_offers,
+            num_preemptions=counters.num_preemptions,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            external_queries=counters.external_queries,
+            external_hits=counters.external_hits,
+            nan_requests=counters.nan_requests,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that every block and every sequence is in exactly one place."""
+        self.kv.check_integrity(self._holders())
+        assert all(sequence.state is State.RUNNING for sequence in self.running)
+        assert all(sequence.state in (State.WAITING, State.PREEMPTED) for sequence in self.waiting)
+        assert self.waiting.num_tokens == sum(sequence.num_to_compute for sequence in self.waiting)
+        placed = len(self.running) + len(self.waiting) + self.ledger.num_owners
+        placed += sum(len(request.held) for request in self.requests.values())
+        live = sum(not sequence.is_finished for request in self.requests.values() for sequence in request.sequences)
+        assert placed == live, f"{live} live sequences in {placed} places"
+
+    def _holders(self) -> Iterator[BlockLists]:
+        yield from self.ledger.holders()
+        for request in self.requests.values():
+            for sequence in request.sequences:
+                yield sequence.blocks
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of the place it is in; its blocks go back, or into quarantine while a pull may write."""
+        match sequence.state:
+            case State.RUNNING:
+                self._stop_running(sequence)
+            case State.WAITING | State.PREEMPTED:
+                self.waiting.remove(sequence)
+            case State.HELD:
+                sequence.request.held.remove(sequence)
+            case State.WAITING_FOR_REMOTE_KVS:
+                load = self.ledger.load_of(sequence)
+                load.owner, load.quarantined = None, self.kv.detach(sequence)
+                self.outbox.cancels.append(load.source.transfer_id)
+        self.kv.release(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        index = bisect.bisect_left(self.running, sequence.order, key=_order)
+        assert self.running[index] is sequence
+        del self.running[index]
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order

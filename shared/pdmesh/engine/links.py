@@ -1,0 +1,159 @@
+"""The worker's halves of all connectors as one thing: connect peers aside, start pulls, collect what ended.
+
+Connecting may block for seconds, so that it runs in a thread of its own; the loop is woken when it is done.
+"""
+
+import logging
+import os
+import queue
+import threading
+from dataclasses import dataclass
+
+from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.engine.messages import ConnectPeer, PeerConnected
+from pdmesh.errors import MeshError
+
+log = logging.getLogger(__name__)
+
+PEER_LOST = "peer_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class EndedPull:
+    """A pull's result and the connector it came over."""
+
+    result: PullResult
+    connector: str
+
+
+class Links:
+    """Connections of this core's pool to those of its peers. Owns the connectors."""
+
+    def __init__(self, connectors: dict[str, WorkerConnector]) -> None:
+        self._connectors = connectors
+        self._connector_of: dict[str, str] = {}
+        """Peer id -> the connector it was connected over last."""
+        self._pulls: dict[str, str] = {}
+        """Transfer id -> connector, while it runs."""
+        self._refused: list[EndedPull] = []
+        self._unwanted: set[str] = set()
+        """Peers to forget as soon as they are connected."""
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._orders: queue.SimpleQueue[ConnectPeer | None] = queue.SimpleQueue()
+        self._connected: queue.SimpleQueue[PeerConnected] = queue.SimpleQueue()
+        # A daemon: a peer that hangs in connect must not keep the process alive.
+        self._thread = threading.Thread(target=self._work, name="connect", daemon=True)
+        self._thread.start()
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What becomes readable when `poll` or `take_connected` has something."""
+        return [self._wake_fd, *(connector.fileno() for connector in self._connectors.values())]
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether `poll` has results that no descriptor tells of."""
+        return bool(self._refused)
+
+    def connect(self, order: ConnectPeer) -> None:
+        """Begin to connect a peer; the answer comes from `take_connected`."""
+        self._unwanted.discard(order.peer_id)
+        self._orders.put(order)
+
+    def take_connected(self) -> list[PeerConnected]:
+        """Return the answers to `connect` since the last call; never blocks."""
+        if not self._drain_wake():
+            return []
+        answers = []
+        while not self._connected.empty():
+            answer = self._connected.get()
+            answers.append(answer)
+            if answer.error:
+                continue
+            self._connector_of[answer.peer_id] = answer.connector
+            if answer.peer_id in self._unwanted:
+                self.disconnect(answer.peer_id)
+        return answers
+
+    def disconnect(self, peer_id: str) -> None:
+        """Forget a peer; its pulls end with `peer_lost`."""
+        self._unwanted.add(peer_id)
+        name = self._connector_of.pop(peer_id, None)
+        if name is not None:
+            self._unwanted.discard(peer_id)
+            self._connectors[name].disconnect(peer_id)
+
+    def start(self, pull: Pull) -> None:
+        """Begin a pull over the connector of its peer. It ends through `poll`, also when it cannot begin."""
+        name = self._connector_of.get(pull.peer_id)
+        if name is None:
+            self._refuse(pull, "", PEER_LOST)
+            return
+        try:
+            self._connectors[name].start(pull)
+        except Exception as exc:
+            log.exception("pull %s could not be started over %s", pull.transfer_id, name)
+            self._refuse(pull, name, f"error:{type(exc).__name__}: {exc}")
+            return
+        self._pulls[pull.transfer_id] = name
+
+    def cancel(self, transfer_id: str) -> None:
+        """Stop a pull; it still ends through `poll`."""
+        name = self._pulls.get(transfer_id)
+        if name is not None:
+            self._connectors[name].cancel(transfer_id)
+
+    def poll(self) -> list[EndedPull]:
+        """Return the pulls that ended since the last call; never blocks."""
+        ended, self._refused = self._refused, []
+        if not self._pulls:
+            return ended
+        for name, connector in self._connectors.items():
+            for result in connector.poll():
+                self._pulls.pop(result.transfer_id, None)
+                ended.append(EndedPull(result, name))
+        return ended
+
+    def close(self) -> None:
+        """End all pulls and the connectors with them."""
+        self._orders.put(None)
+        for connector in self._connectors.values():
+            connector.close()
+
+    def _refuse(self, pull: Pull, connector: str, reason: str) -> None:
+        result = PullResult(transfer_id=pull.transfer_id, reason=reason, num_bytes=0, duration_s=0.0)
+        self._refused.append(EndedPull(result, connector))
+
+    def _drain_wake(self) -> bool:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            self._connected.put(
+                PeerConnected(peer_id=order.peer_id, connector=order.connector, error=self._connect(order))
+            )
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _connect(self, order: ConnectPeer) -> str:
+        """Connect and return what went wrong, or nothing."""
+        connector = self._connectors.get(order.connector)
+        if connector is None:
+            return f"this engine has no connector {order.connector}; it has {', '.join(self._connectors)}"
+        peer = PeerPool(
+            peer_id=order.peer_id,
+            metadata=order.metadata,
+            num_blocks=order.num_blocks,
+            block_bytes=order.block_bytes,
+        )
+        try:
+            connector.connect(peer)
+        except MeshError as exc:
+            return exc.message
+        except Exception as exc:  # the thread's top: a bad peer must not end it
+            log.exception("connecting %s over %s failed", order.peer_id, order.connector)
+            return f"{type(exc).__name__}: {exc}"
+        return ""

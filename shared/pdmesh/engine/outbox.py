@@ -1,0 +1,25 @@
+"""What the scheduler wants said and done: deltas and reports for the server, pulls and cancellations for the connectors."""
+
+from dataclasses import dataclass, field
+
+from pdmesh.connector.base import Pull
+from pdmesh.engine.messages import BlocksComputed, OfferSealed, TransferEnded
+from pdmesh.protocol.messages import ChoiceDelta
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Filled by the scheduler, emptied by the core after each step and each message."""
+
+    deltas: list[ChoiceDelta] = field(default_factory=list)
+    sealed: list[OfferSealed] = field(default_factory=list)
+    transfers: list[TransferEnded] = field(default_factory=list)
+    computed: list[BlocksComputed] = field(default_factory=list)
+    pulls: list[Pull] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    """Transfer ids."""
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether there is anything for the server."""
+        return bool(self.deltas or self.sealed or self.transfers or self.computed)

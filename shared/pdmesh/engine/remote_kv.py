@@ -1,0 +1,182 @@
+"""KV from elsewhere and for elsewhere: sequences that wait for a pull, and prompts that are kept for an offer.
+
+A pull never blocks a step: its sequence leaves the waiting queue with its blocks allocated and returns when the connector
+reports the end. Every source that a request brings ends in exactly one TransferEnded, whatever happens to the request.
+"""
+
+from enum import Enum, auto
+
+from pdmesh.connector.base import Pull, PullResult
+from pdmesh.connector.ledger import Load, plan_pull
+from pdmesh.engine.engine_state import EngineState
+from pdmesh.engine.kv_manager import BlockLists
+from pdmesh.engine.messages import BlocksComputed, OfferSealed, TransferEnded
+from pdmesh.engine.request import Sequence
+from pdmesh.engine.states import Event
+from pdmesh.errors import TransferFailed
+from pdmesh.protocol.messages import GroupBlocks, KVSource
+
+
+class Begun(Enum):
+    """What became of a sequence's source at admission."""
+
+    PULLING = auto()
+    """The sequence has left the queue."""
+    NO_ROOM = auto()
+    SETTLED = auto()
+    """No pull: everything is here, or the source is of no use; go on by computing."""
+    FAILED = auto()
+    """The sequence has ended."""
+
+
+class RemoteKV:
+    """Begins and ends pulls and offers on the engine's state."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+
+    def begin(self, sequence: Sequence, cached: BlockLists, *, reserve: int) -> Begun:
+        """Start to pull what `cached` does not cover of the source of a waiting sequence."""
+        state, request, source = self._state, sequence.request, sequence.request.source
+        assert source is not None
+        num_local, block_size = len(cached[0]), state.kv.block_size
+        if sequence.wants_prompt_logprobs:
+            # Every position has to be computed anyway.
+            state.end_source(request, source, reason="")
+            return Begun.SETTLED
+        try:
+            if source.num_tokens > sequence.num_tokens:
+                raise TransferFailed("mismatch")
+            plan = plan_pull(source, num_local_blocks=num_local, block_size=block_size)
+        except TransferFailed as exc:
+            state.end_source(request, source, reason=exc.message)
+            return self._fall_back(sequence, source, exc.message)
+        if plan is None:
+            state.end_source(request, source, reason="")
+            return Begun.SETTLED
+        if not state.kv.allocate(sequence, source.num_tokens, cached=cached, reserve=reserve):
+            return Begun.NO_ROOM
+        self._leave_queue(sequence, source)
+        state.counters.external_queries += source.num_tokens - num_local * block_size
+        state.outbox.pulls.append(
+            Pull(
+                transfer_id=source.transfer_id,
+                peer_id=source.peer_id,
+                source_block_ids=plan.source_block_ids,
+                generations=plan.generations,
+                target_block_ids=sequence.blocks[0][plan.first_block :],
+                deadline_s=source.deadline_s,
+            )
+        )
+        return Begun.PULLING
+
+    def end(self, result: PullResult, connector: str) -> Sequence | None:
+        """Take a connector's word on a pull; return the sequence that may go on computing, if there is one.
+
+        Failed KV is never read: its blocks go back before anything else happens.
+        """
+        state = self._state
+        load = state.ledger.end_load(result.transfer_id)
+        if load is None:
+            return None
+        sequence = load.owner
+        reason = result.reason or ("" if sequence is not None else "aborted")
+        self._report(load, result, reason)
+        if sequence is None:
+            state.kv.drop(load.quarantined)
+            return None
+        if reason:
+            state.kv.release(sequence)
+            sequence.num_reused_tokens = 0
+            sequence.apply(Event.PULL_FAILED)
+            state.waiting.push_returned(sequence)
+            return None if self._fall_back(sequence, load.source, reason) is Begun.FAILED else sequence
+        state.counters.external_hits += max(load.num_tokens - sequence.num_reused_tokens, 0)
+        sequence.num_computed = sequence.num_reused_tokens = load.num_tokens
+        sequence.kv_bytes = result.num_bytes
+        sequence.kv_source = "tier" if load.from_tier else connector
+        sequence.apply(Event.PULL_SUCCEEDED)
+        state.kv.register(sequence)
+        state.waiting.push_returned(sequence)
+        return sequence
+
+    def seal_offer(self, sequence: Sequence) -> None:
+        """Keep the computed prompt's blocks for the request's offer and report them."""
+        state, request = self._state, sequence.request
+        blocks = state.kv.hold(sequence, request.num_prompt)
+        state.ledger.hold_offer(request.offer_id, blocks)
+        state.outbox.sealed.append(
+            OfferSealed(
+                offer_id=request.offer_id,
+                request_id=request.request_id,
+                groups=state.kv.describe(blocks),
+                num_tokens=request.num_prompt,
+            )
+        )
+        request.offer_id = ""
+
+    def release_offer(self, offer_id: str) -> None:
+        """Let an offer's blocks go; one that is not sealed yet never will be. Unknown offers are ignored."""
+        blocks = self._state.ledger.release_offer(offer_id)
+        if blocks is not None:
+            self._state.kv.drop(blocks)
+            return
+        for request in self._state.requests.values():
+            if request.offer_id == offer_id:
+                request.offer_id = ""
+
+    def report_computed(self, sequence: Sequence) -> None:
+        """Name the full prompt blocks that were computed here, so that the tier may pull them."""
+        kv = self._state.kv
+        first = sequence.num_reused_tokens // kv.block_size
+        keys = kv.prompt_keys(sequence)[first:]
+        if not keys:
+            return
+        described = kv.describe([blocks[first : first + len(keys)] for blocks in sequence.blocks])
+        self._state.outbox.computed.append(
+            BlocksComputed(
+                request_id=sequence.request.request_id,
+                keys=keys,
+                blocks=GroupBlocks(group=0, block_ids=described[0].block_ids, generations=described[0].generations),
+            )
+        )
+
+    def _leave_queue(self, sequence: Sequence, source: KVSource) -> None:
+        state, request = self._state, sequence.request
+        state.waiting.remove(sequence)
+        sequence.apply(Event.PULL_STARTED)
+        request.source = None
+        # A peer's source is continued after its last token; one that begins a fresh prompt can only be the tier's.
+        from_tier = sequence.num_emitted == 0 and not request.recompute_last
+        usable = source.num_tokens - 1 if request.recompute_last else source.num_tokens
+        state.ledger.begin_load(
+            Load(
+                source=source,
+                request_id=request.request_id,
+                owner=sequence,
+                num_tokens=min(usable, sequence.num_tokens - 1),
+                from_tier=from_tier,
+            )
+        )
+
+    def _fall_back(self, sequence: Sequence, source: KVSource, reason: str) -> Begun:
+        """Apply the failure policy to a waiting sequence without blocks."""
+        if source.fail_policy == "fail":
+            error = TransferFailed(f"the KV of this request could not be fetched: {reason}")
+            self._state.finish(sequence, Event.FAILED, error=error)
+            return Begun.FAILED
+        sequence.kv_source = f"recompute:{reason}"
+        return Begun.SETTLED
+
+    def _report(self, load: Load[Sequence], result: PullResult, reason: str) -> None:
+        self._state.outbox.transfers.append(
+            TransferEnded(
+                transfer_id=result.transfer_id,
+                peer_id=load.source.peer_id,
+                request_id=load.request_id,
+                committed=not reason,
+                reason=reason,
+                num_bytes=result.num_bytes,
+                duration_s=result.duration_s,
+            )
+        )

@@ -1,0 +1,117 @@
+"""What the core knows of a request: the request itself, and one `Sequence` per choice with its two numbers.
+
+A sequence has tokens computed and tokens to compute; scheduling is nothing but raising the first to the second.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdmesh.engine.messages import AddRequest
+from pdmesh.engine.states import FINISH_REASON, Event, State, after
+from pdmesh.engine.token_buffer import TokenBuffer
+from pdmesh.protocol.messages import KVSource, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from pdmesh.engine.sampling_state import SamplingState
+
+
+class Request:
+    """A request and its choices. The first live choice leads; the others are held until its prompt is computed."""
+
+    def __init__(self, add: AddRequest, number: int, num_groups: int) -> None:
+        request = add.request
+        self.request_id = request.request_id
+        self.number = number
+        """Order of arrival."""
+        self.sampling: SamplingParams = request.sampling
+        self.cache_salt = request.cache_salt
+        self.num_prompt = len(request.token_ids)
+        self.prefill_only = request.prefill_only
+        self.offer_id = add.offer_id
+        """Offer still to be sealed; empty when there is none or it is sealed or released."""
+        self.source: KVSource | None = add.source
+        """KV still to be pulled; None once its transfer has begun or ended."""
+        self.recompute_last = add.recompute_last
+        self.store_to_tier = add.store_to_tier
+        self.is_prompt_computed = False
+        emitted = request.emitted or [[] for _ in request.choices]
+        self.sequences = [
+            Sequence(self, choice, place, TokenBuffer(request.token_ids + tokens), len(tokens), num_groups)
+            for place, (choice, tokens) in enumerate(zip(request.choices, emitted, strict=True))
+        ]
+        self.held = self.sequences[1:]
+        self.lead = self.sequences[0]
+        self.lead.state = State.WAITING
+        self.wants_prompt_logprobs = (
+            self.sampling.prompt_logprobs is not None and self.lead.choice == 0 and self.lead.num_emitted == 0
+        )
+        self.prompt_keys = add.block_keys
+        """Keys of the prompt's full blocks in group 0, when the server sent them."""
+        self.num_live = len(self.sequences)
+
+
+class Sequence:
+    """One choice of a request: its tokens, the blocks that hold their KV, and where it stands."""
+
+    def __init__(
+        self, request: Request, choice: int, place: int, tokens: TokenBuffer, num_emitted: int, num_groups: int
+    ) -> None:
+        self.request = request
+        self.choice = choice
+        self.order = (request.number, place)
+        """First come, first served by this."""
+        self.tokens = tokens
+        self.num_emitted = num_emitted
+        """Output tokens that another engine produced."""
+        self.num_computed = 0
+        """Tokens whose KV is in the blocks."""
+        self.state = State.HELD
+        self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
+        """Block table of each group; grows at its end."""
+        self.keys: list[list[bytes]] = [[] for _ in range(num_groups)]
+        """Keys of the leading full blocks, as far as they were needed."""
+        self.num_registered = [0] * num_groups
+        """Leading blocks that the prefix cache has been told of."""
+        self.num_reused_tokens = 0
+        """Leading tokens whose KV was not computed here: found, or pulled."""
+        self.kv_source = ""
+        self.kv_bytes = 0
+        self.has_reported = False
+        """Whether its first delta is out."""
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        """Grows by one per prompt position, when asked for."""
+        self.sampling_state: SamplingState | None = None
+        """The sampler's own; made at the first token."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_to_compute(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        """Generated tokens, here and before."""
+        return len(self.tokens) - self.request.num_prompt
+
+    @property
+    def holds_blocks(self) -> bool:
+        return any(self.blocks)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state in FINISH_REASON
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.request.wants_prompt_logprobs and self.choice == 0
+
+    def apply(self, event: Event) -> None:
+        """Move to the state that follows `event`."""
+        self.state = after(self.state, event)
+
+    def __repr__(self) -> str:
+        return f"<{self.request.request_id}/{self.choice} {self.state.name} {self.num_computed}/{self.num_tokens}>"

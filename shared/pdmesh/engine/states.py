@@ -1,0 +1,80 @@
+"""The life of one sequence as a table: (state, event) -> state. An event that is not in the table is a bug of ours."""
+
+from enum import Enum
+
+
+class State(Enum):
+    """Where a sequence is."""
+
+    HELD = "held"
+    """A further choice of a request, until the first one's prompt is computed."""
+    WAITING = "waiting"
+    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    """Waiting again, its blocks taken away."""
+    FINISHED_STOPPED = "finished_stopped"
+    FINISHED_LENGTH = "finished_length"
+    FINISHED_ABORTED = "finished_aborted"
+    FINISHED_ERROR = "finished_error"
+    FINISHED_HANDED_OFF = "finished_handed_off"
+    """A prefill-only choice after its first token: it goes on elsewhere."""
+
+
+class Event(Enum):
+    """What happens to a sequence."""
+
+    FREED = "freed"
+    PULL_STARTED = "pull_started"
+    PULL_SUCCEEDED = "pull_succeeded"
+    PULL_FAILED = "pull_failed"
+    ADMITTED = "admitted"
+    PREEMPTED = "preempted"
+    STOPPED = "stopped"
+    LENGTH_REACHED = "length_reached"
+    ABORTED = "aborted"
+    FAILED = "failed"
+    HANDED_OFF = "handed_off"
+
+
+_LIVE = (State.HELD, State.WAITING, State.WAITING_FOR_REMOTE_KVS, State.RUNNING, State.PREEMPTED)
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.HELD, Event.FREED): State.WAITING,
+    (State.WAITING, Event.PULL_STARTED): State.WAITING_FOR_REMOTE_KVS,
+    (State.WAITING_FOR_REMOTE_KVS, Event.PULL_SUCCEEDED): State.WAITING,
+    (State.WAITING_FOR_REMOTE_KVS, Event.PULL_FAILED): State.WAITING,
+    (State.WAITING, Event.ADMITTED): State.RUNNING,
+    (State.PREEMPTED, Event.ADMITTED): State.RUNNING,
+    (State.RUNNING, Event.PREEMPTED): State.PREEMPTED,
+    # Fetched KV may be taken back before its sequence ever ran.
+    (State.WAITING, Event.PREEMPTED): State.PREEMPTED,
+    # Resumed after its last token.
+    (State.HELD, Event.LENGTH_REACHED): State.FINISHED_LENGTH,
+    (State.WAITING, Event.LENGTH_REACHED): State.FINISHED_LENGTH,
+    (State.RUNNING, Event.STOPPED): State.FINISHED_STOPPED,
+    (State.RUNNING, Event.LENGTH_REACHED): State.FINISHED_LENGTH,
+    (State.RUNNING, Event.HANDED_OFF): State.FINISHED_HANDED_OFF,
+    **{(state, Event.ABORTED): State.FINISHED_ABORTED for state in _LIVE},
+    **{(state, Event.FAILED): State.FINISHED_ERROR for state in _LIVE},
+}
+
+FINISH_REASON: dict[State, str] = {
+    State.FINISHED_STOPPED: "stop",
+    State.FINISHED_LENGTH: "length",
+    State.FINISHED_ABORTED: "abort",
+    State.FINISHED_ERROR: "error",
+    State.FINISHED_HANDED_OFF: "",
+}
+"""What `ChoiceDelta.finish_reason` says of each final state."""
+
+
+def is_finished(state: State) -> bool:
+    return state in FINISH_REASON
+
+
+def after(state: State, event: Event) -> State:
+    """Return the next state. Raises AssertionError for an event that cannot happen in this one."""
+    following = TRANSITIONS.get((state, event))
+    assert following is not None, f"{event.name} cannot happen to a sequence that is {state.name}"
+    return following
