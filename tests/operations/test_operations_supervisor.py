@@ -1,0 +1,293 @@
+"""The supervisor's parts with small real child processes: restart, giving up, and leaving nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdmesh.config import load_config
+from pdmesh.errors import ConfigError, InternalError
+from pdmesh.supervisor import keeper as keeper_module
+from pdmesh.supervisor.child import Child
+from pdmesh.supervisor.config import UpConfig
+from pdmesh.supervisor.control import bind_control, control_server, scale
+from pdmesh.supervisor.keeper import Keeper, KeeperState
+from pdmesh.supervisor.plan import ChildSpec, Plan
+from pdmesh.supervisor.ports import prefer, require_free
+from pdmesh.supervisor.roles import Role
+from pdmesh.supervisor.runtime import RuntimeFolder
+
+READY = (
+    "import os, sys, json; os.write(int(sys.argv[-1]), json.dumps({'ready': True, 'grpc_port': 7}).encode() + b'\\n')\n"
+)
+SLEEP = "import time; time.sleep(600)\n"
+# Starts a child of its own in the same group, and tells its pid in the log.
+GRANDCHILD = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
+
+
+def spec(code: str) -> ChildSpec:
+    return ChildSpec(name="decode-1", role=Role.DECODE, argv=(sys.executable, "-c", code), env=dict(os.environ))
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> RuntimeFolder:
+    return RuntimeFolder.open(str(tmp_path), 8000, "")
+
+
+@pytest.fixture
+def news() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def keep(runtime: RuntimeFolder, news: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Keeper]:
+    monkeypatch.setattr(keeper_module, "FIRST_BACKOFF_S", 0.05)
+
+    def make(code: str) -> Keeper:
+        made = Keeper(spec(code), runtime, changed=lambda: None, report=news.append)
+        made.start()
+        return made
+
+    return make
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_gone(pid: int) -> None:
+    deadline = time.monotonic() + 5
+    while not is_gone(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.01)
+
+
+def test_child_says_that_it_is_ready_and_ends_with_its_whole_group(runtime: RuntimeFolder) -> None:
+    async def go() -> tuple[int, int]:
+        child = Child(spec(GRANDCHILD + READY + SLEEP), runtime.log_path("decode-1"), lambda: None)
+        life = asyncio.create_task(child.live())
+        await asyncio.wait_for(child.ready.wait(), 20)
+        assert child.facts == {"grpc_port": 7}
+        grandchild = int(child.last_lines(1)[0])
+        assert not is_gone(grandchild)
+        child.terminate()
+        return await asyncio.wait_for(life, 10), grandchild
+
+    code, grandchild = asyncio.run(go())
+    assert code == -signal.SIGTERM
+    wait_gone(grandchild)
+
+
+def test_child_dies_with_a_killed_supervisor(tmp_path: Path) -> None:
+    program = f"""
+import asyncio, os, sys
+from pathlib import Path
+from pdmesh.supervisor.child import Child
+from pdmesh.supervisor.plan import ChildSpec
+from pdmesh.supervisor.roles import Role
+spec = ChildSpec(name="x", role=Role.DECODE, argv=(sys.executable, "-c", {READY + SLEEP!r}), env=dict(os.environ))
+async def go():
+    child = Child(spec, Path({str(tmp_path / "log")!r}), lambda: None)
+    life = asyncio.create_task(child.live())
+    await child.ready.wait()
+    print(child.pid, flush=True)
+    await life
+asyncio.run(go())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        assert not is_gone(pid)
+        supervisor.kill()
+    wait_gone(pid)
+
+
+def test_crash_is_restarted_and_reported_with_its_last_words(
+    keep: Callable[[str], Keeper], news: list[str], tmp_path: Path
+) -> None:
+    flag = tmp_path / "came-back"
+    code = READY + f"import pathlib; p = pathlib.Path({str(flag)!r}); first = not p.exists(); p.touch()\n"
+    code += "if first: print('out of luck', flush=True); os._exit(7)\n" + SLEEP
+
+    async def go() -> None:
+        keeper = keep(code)
+        async with asyncio.timeout(30):
+            await keeper.first_ready
+            while not (keeper.restarts == 1 and keeper.state is KeeperState.READY):
+                await asyncio.sleep(0.02)
+        await keeper.stop(5)
+        assert keeper.state is KeeperState.STOPPED
+
+    asyncio.run(go())
+    assert len(news) == 1
+    assert "decode-1 ended (exit code 7), restarted in 0.05 s" in news[0]
+    assert "out of luck" in news[0]
+
+
+def test_config_error_at_start_is_final(keep: Callable[[str], Keeper]) -> None:
+    async def go() -> None:
+        keeper = keep("import sys; sys.stderr.write('pdmesh decode: model: nowhere does not exist\\n'); sys.exit(2)")
+        with pytest.raises(ConfigError, match=r"^decode-1: model: nowhere does not exist$"):
+            await asyncio.wait_for(keeper.first_ready, 20)
+        await keeper.stop(5)
+        assert keeper.restarts == 1
+
+    asyncio.run(go())
+
+
+def test_child_that_never_gets_ready_is_given_up(keep: Callable[[str], Keeper]) -> None:
+    async def go() -> None:
+        keeper = keep("raise SystemExit('boom')")
+        with pytest.raises(
+            InternalError, match=r"decode-1 failed 3 times at start \(exit code 1\): boom; see .*decode-1.log"
+        ):
+            await asyncio.wait_for(keeper.first_ready, 30)
+        await keeper.stop(5)
+
+    asyncio.run(go())
+
+
+def test_child_that_ignores_sigterm_is_killed(keep: Callable[[str], Keeper], news: list[str]) -> None:
+    async def go() -> None:
+        keeper = keep("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + SLEEP)
+        await asyncio.wait_for(keeper.first_ready, 20)
+        assert keeper.child is not None
+        pid = keeper.child.pid
+        await keeper.stop(0.2)
+        assert is_gone(pid)
+
+    asyncio.run(go())
+    assert news == ["decode-1 did not end in 0 s and is killed"]
+
+
+def test_stop_ends_the_wait_between_restarts(keep: Callable[[str], Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        keeper = keep(READY + "sys.exit(1)")
+        monkeypatch.setattr(keeper_module, "FIRST_BACKOFF_S", 60.0)
+        await asyncio.wait_for(keeper.first_ready, 20)
+        while keeper.state is not KeeperState.WAITING:
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await keeper.stop(5)
+        assert time.monotonic() - began < 2
+
+    asyncio.run(go())
+
+
+def make_plan(runtime: RuntimeFolder, *flags: str, environ: dict[str, str] | None = None) -> Plan:
+    environ = environ or {}
+    config = load_config(UpConfig, ["--port", str(free_port()), *flags], prog="pdmesh up", environ=environ)
+    return Plan(config, runtime, environ)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def flag(child: ChildSpec, name: str) -> str:
+    return child.argv[len(child.argv) - 1 - child.argv[::-1].index(name) + 1]
+
+
+def test_plan_keeps_secrets_off_the_command_line(runtime: RuntimeFolder) -> None:
+    environ = {"PDMESH_SECRET": "a secret of ours, long", "PDMESH_LOG_LEVEL": "debug", "PATH": "/bin"}
+    plan = make_plan(runtime, "--api-key", "key-of-a-client", environ=environ)
+    for child in (plan.proxy(), plan.engine(Role.DECODE, 1), plan.kvcache()):
+        assert "secret of ours" not in " ".join(child.argv)
+        assert "key-of-a-client" not in " ".join(child.argv)
+        assert child.env["PDMESH_SECRET"] == "a secret of ours, long"
+        assert child.env["PDMESH_API_KEY"] == "key-of-a-client"
+        assert child.env["PATH"] == "/bin"
+        assert "PDMESH_LOG_LEVEL" not in child.env
+        assert flag(child, "--log-level") == "debug"
+
+
+def test_each_run_has_a_secret_of_its_own(runtime: RuntimeFolder) -> None:
+    first, second = (make_plan(runtime).proxy().env["PDMESH_SECRET"] for _ in range(2))
+    assert first != second
+    assert len(first) >= 32
+    # Blocks in an outside Valkey stay valid across runs only under the user's own secret.
+    assert "PDMESH_SECRET" not in make_plan(runtime, "--valkey", "redis://127.0.0.1:1/0").proxy().env
+
+
+def test_a_limit_for_one_role_reaches_only_that_role(runtime: RuntimeFolder) -> None:
+    plan = make_plan(runtime, "--decode-args", "--max-num-batched-tokens 512")
+    assert flag(plan.engine(Role.DECODE, 1), "--max-num-batched-tokens") == "512"
+    assert "--max-num-batched-tokens" not in plan.engine(Role.PREFILL, 1).argv
+
+
+def test_aggregated_means_one_engine(runtime: RuntimeFolder) -> None:
+    plan = make_plan(runtime, "--aggregated", "--no-kvcache")
+    assert plan.roles == {Role.PROXY, Role.DECODE}
+    assert "--kvcache" not in plan.engine(Role.DECODE, 1).argv
+
+
+def test_default_port_in_use_is_replaced_and_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert prefer("127.0.0.1", port, set()) != port
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
+            require_free("127.0.0.1", port, "proxy")
+
+
+def test_off_loopback_needs_a_secret() -> None:
+    with pytest.raises(ConfigError, match="mesh secret is required") as raised:
+        load_config(UpConfig, ["--host", "0.0.0.0", "--api-key", "hidden"], prog="pdmesh up", environ={})
+    assert "hidden" not in str(raised.value)
+
+
+def test_scale_travels_over_the_control_socket() -> None:
+    port = free_port()
+    asked: list[dict[Role, int]] = []
+
+    async def change(wanted: dict[Role, int]) -> list[str]:
+        asked.append(wanted)
+        if wanted.get(Role.DECODE) == 0:
+            raise ConfigError("scale: decode=0: no")
+        return ["decode-2 added"]
+
+    async def go() -> None:
+        async with control_server(bind_control(port), change):
+            with pytest.raises(ConfigError, match="another `pdmesh up`"):
+                bind_control(port)
+            done = await asyncio.to_thread(scale, port, {Role.DECODE: 2, Role.PREFILL: 0}, 10.0)
+            assert done == ["decode-2 added"]
+            with pytest.raises(ConfigError, match="decode=0: no"):
+                await asyncio.to_thread(scale, port, {Role.DECODE: 0}, 10.0)
+
+    asyncio.run(go())
+    assert asked == [{Role.DECODE: 2, Role.PREFILL: 0}, {Role.DECODE: 0}]
+    with pytest.raises(ConfigError, match="no `pdmesh up` of yours runs"):
+        scale(port, {Role.DECODE: 1}, 1.0)
+
+
+def test_endpoint_file_is_replaced_whole_and_old_ones_are_cleared(tmp_path: Path) -> None:
+    first = RuntimeFolder.open(str(tmp_path), 8000, "")
+    first.write_endpoints(Role.DECODE, ["127.0.0.1:1", "127.0.0.1:2"])
+    assert first.endpoints(Role.DECODE).read_text() == "127.0.0.1:1\n127.0.0.1:2\n"
+    second = RuntimeFolder.open(str(tmp_path), 8000, "")
+    assert not second.endpoints(Role.DECODE).exists()
+
+
+def test_overlong_log_is_moved_aside(runtime: RuntimeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdmesh.supervisor.runtime.MAX_LOG_BYTES", 10)
+    path = runtime.log_path("proxy")
+    path.write_text("a line that is too long")
+    runtime.rotate_logs(["proxy", "decode-1"])
+    assert path.read_text() == ""
+    assert path.with_suffix(".log.1").read_text() == "a line that is too long"
