@@ -83,7 +83,7 @@ def kvcache(context: typer.Context) -> None:
 @app.command(context_settings=PASS_ON)
 def serve(context: typer.Context) -> None:
     """Run one engine alone behind the OpenAI API: pdmesh serve MODEL (`pdmesh serve --help`)."""
-    args = context.args
+    args = ["--role", "both", *context.args]
     if not any(arg == "--port" or arg.startswith("--port=") for arg in args):
         args = ["--port", SERVE_PORT, *args]
     _become("decode", args)

@@ -107,6 +107,7 @@ class Plan:
         flags += ["--port", str(ports.http), "--grpc-port", str(ports.grpc)]
         flags += ["--dtype", config.dtype, "--connector", ",".join(config.connector)]
         flags += ["--cpu-threads", str(self._cpu_threads()), "--kv-load-failure-policy", "recompute"]
+        flags += ["--role", "both"] if config.aggregated else []
         flags += ["--max-model-len", str(config.max_model_len)] if config.max_model_len else []
         if config.kv_cache_memory_bytes:
             flags += ["--kv-cache-memory-bytes", str(config.kv_cache_memory_bytes)]

@@ -1,0 +1,176 @@
+"""compose and Kubernetes files: valid for their own tools, loadable by our services, and consistent with each other."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from pdmesh.config import ServiceConfig, load_config
+from support.manifests import (
+    COMPOSE,
+    ENGINES,
+    KUBERNETES,
+    ROOT,
+    SECRET,
+    SERVICES,
+    Deployed,
+    compose_config,
+    from_compose,
+    from_kubernetes,
+    kubernetes_objects,
+    of_kind,
+)
+
+needs_docker_compose = pytest.mark.skipif(
+    not shutil.which("docker-compose"), reason="docker-compose is not installed; .ci/run installs it"
+)
+CONFIG_CLASSES = {
+    "proxy": "ProxyConfig",
+    "prefill": "PrefillConfig",
+    "decode": "DecodeConfig",
+    "kvcache": "KVCacheConfig",
+}
+ORIGINS = {"compose": from_compose, "kubernetes": from_kubernetes}
+
+
+def load(deployed: Deployed, folder: Path) -> Any:
+    """What the service itself makes of its command, environment and file."""
+    path = folder / "config.toml"
+    path.write_text(deployed.config)
+    secret = folder / "secret"
+    secret.write_text(SECRET)
+    assert deployed.command[:4] == ["pdmesh", deployed.service, "--config", "/etc/pdmesh/config.toml"]
+    environ = {
+        name: value.replace("/etc/pdmesh-secret/secret", str(secret)) for name, value in deployed.environment.items()
+    }
+    module = importlib.import_module(f"pdmesh_{deployed.service}.config")
+    cls: type[ServiceConfig] = getattr(module, CONFIG_CLASSES[deployed.service])
+    return load_config(cls, ["--config", str(path), *deployed.command[4:]], prog="test", environ=environ)
+
+
+@needs_docker_compose
+@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "docker-compose.gpu.yml")])
+def test_docker_compose_accepts_the_files(files: tuple[str, ...]) -> None:
+    services = compose_config(*files)["services"]
+    assert set(SERVICES) | {"valkey", "prometheus"} == set(services)
+    for engine in ENGINES if len(files) == 2 else ():
+        assert services[engine]["image"].endswith(":gpu")
+        assert services[engine]["deploy"]["resources"]["reservations"]["devices"]
+
+
+@needs_docker_compose
+def test_compose_without_a_secret_says_what_to_do() -> None:
+    done = subprocess.run(
+        ["docker-compose", "-f", str(COMPOSE / "docker-compose.yml"), "config"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "set PDMESH_SECRET in .env" in done.stderr
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+def test_kubernetes_objects_are_valid(overlay: str) -> None:
+    for each in kubernetes_objects(overlay):
+        kubernetes_validate.validate(each, "1.30", strict=True)
+
+
+def test_example_secret_has_what_the_deployments_ask_for() -> None:
+    example = yaml.safe_load((KUBERNETES / "secret.example.yaml").read_text())
+    kubernetes_validate.validate(example, "1.30", strict=True)
+    asked = set(re.findall(r"name: pdmesh-secret, key: ([\w-]+)", _base_text())) | set(
+        re.findall(r"secretName: pdmesh-secret.*?key: ([\w-]+)", _base_text())
+    )
+    assert asked == set(example["stringData"]) == {"secret", "api-key"}
+
+
+def _base_text() -> str:
+    return "".join(path.read_text() for path in sorted((KUBERNETES / "base").glob("*.yaml")))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_service_loads_what_it_is_given(origin: str, service: str, tmp_path: Path) -> None:
+    config = load(ORIGINS[origin](service), tmp_path)
+    assert config.host == "0.0.0.0"
+    assert config.secret or config.secret_file
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_names_and_ports_meet(origin: str, tmp_path: Path) -> None:
+    """Every address that one service is given is a name and a port that another one has."""
+    configs = {service: load(ORIGINS[origin](service), tmp_path) for service in SERVICES}
+    listening = {f"{name}:{getattr(config, 'grpc_port', 0)}" for name, config in configs.items()}
+    proxy: Any = configs["proxy"]
+    assert proxy.prefill == ["prefill:8101"]
+    assert proxy.decode == ["decode:8201"]
+    given = {*proxy.prefill, *proxy.decode, *(configs[engine].kvcache for engine in ENGINES)}
+    assert given <= listening
+
+
+def test_kubernetes_ports_probes_and_policies_meet(tmp_path: Path) -> None:
+    objects = kubernetes_objects("cpu")
+    services, policies = of_kind(objects, "Service"), of_kind(objects, "NetworkPolicy")
+    for name, deployment in of_kind(objects, "Deployment").items():
+        pod = deployment["spec"]["template"]["spec"]
+        container = pod["containers"][0]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        for port in services[name]["spec"]["ports"]:
+            assert ports[port["targetPort"]] == port["port"]
+        for probe in ("readinessProbe", "livenessProbe"):
+            check = container[probe]
+            assert (check.get("httpGet") or check["tcpSocket"])["port"] in ports
+        allowed = {
+            port["port"]
+            for policy in policies.values()
+            if policy["spec"]["podSelector"].get("matchLabels", {}).get("app.kubernetes.io/name") == name
+            for rule in policy["spec"].get("ingress", [])
+            for port in rule["ports"]
+        }
+        expected = {number for key, number in ports.items() if key in ("grpc", "valkey") or name == "proxy"}
+        assert expected <= allowed, name
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["resources"]["limits"]["memory"]
+        assert pod["terminationGracePeriodSeconds"] > 30 if name in SERVICES else True
+    for name in (*ENGINES, "kvcache"):
+        assert services[name]["spec"]["clusterIP"] == "None"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_data_plane_range_is_the_one_that_ucx_gets(engine: str) -> None:
+    """UCX cannot authenticate, so the policy that admits it must name its ports and admit engines only."""
+    environment = from_kubernetes(engine).environment
+    low, high = environment["UCX_TCP_PORT_RANGE"].split("-")
+    policy = of_kind(kubernetes_objects("cpu"), "NetworkPolicy")[f"data-plane-{engine}"]["spec"]["ingress"][0]
+    assert policy["ports"] == [{"protocol": "TCP", "port": int(low), "endPort": int(high)}]
+    senders = {sender["podSelector"]["matchLabels"]["app.kubernetes.io/name"] for sender in policy["from"]}
+    assert senders == set(ENGINES)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_dockerfile_installs_that_service_only(service: str) -> None:
+    text = (ROOT / "services" / service / "Dockerfile").read_text()
+    extras = re.findall(r'"/src\[([\w,]+)\]"', text)
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [extra.split(",")[0] for extra in extras] == [service]
+    assert set(extras[0].split(",")) <= set(known)
+    assert "\nUSER 10001:10001\n" in text
+    if service not in ENGINES:
+        assert "torch" not in text.replace("no torch", "")
+
+
+def test_prometheus_scrapes_every_service_at_its_port(tmp_path: Path) -> None:
+    scraped = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())["scrape_configs"]
+    ports = {job["job_name"]: job["dns_sd_configs"][0]["port"] for job in scraped}
+    assert ports == {service: load(from_compose(service), tmp_path).port for service in SERVICES}
