@@ -137,6 +137,8 @@ class Core:
 
     def _flush(self, *, has_stepped: bool) -> None:
         """Send one message with all that there is to tell."""
+        # A step's end may have cancelled pulls.
+        self._order_pulls()
         if not has_stepped and not self._scheduler.state.outbox.has_reports and self._is_stats_sent:
             return
         outbox = self._scheduler.state.take_outbox()

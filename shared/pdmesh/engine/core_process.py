@@ -1,0 +1,181 @@
+"""The engine core's process: `python -m pdmesh.engine.core_process PARENT_PID`, with a `Launch` as JSON on standard input.
+
+Its life: die with the parent, load the model, size and bind the KV pool, register it with the connectors, say that it is
+ready, serve until Shutdown. What it cannot do becomes a CoreFailed.
+"""
+
+import contextlib
+import gc
+import logging
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import zmq
+
+from pdmesh.config import EngineConfig
+from pdmesh.connector.base import WorkerConnector
+from pdmesh.connector.pool import KVPool, PoolShape, size_pool_file
+from pdmesh.connector.registry import make_worker_connectors
+from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback
+from pdmesh.engine.backends import make_backend
+from pdmesh.engine.block_key import root_key
+from pdmesh.engine.block_pool import BlockPool
+from pdmesh.engine.core import Core
+from pdmesh.engine.kv_manager import KVGroup, KVManager
+from pdmesh.engine.launch import Launch
+from pdmesh.engine.links import Links
+from pdmesh.engine.messages import CoreFailed, CoreProgress, CoreReady, FromCore, ToCore, encode, to_core_decoder
+from pdmesh.engine.runner import Runner
+from pdmesh.engine.scheduler import Scheduler
+from pdmesh.engine.sizing import Sizes, resolve_limits, resolve_sizes
+from pdmesh.errors import InternalError, MeshError
+from pdmesh.logging import setup_logging
+from pdmesh.parent import die_with_parent
+from pdmesh.security import MeshSecret
+
+log = logging.getLogger(__name__)
+
+# How long a last word may take to leave when the server does not read.
+LINGER_MS = 2000
+
+
+def main() -> int:
+    """Live as a core. Returns the exit code: 0 told to stop, 1 failed."""
+    die_with_parent(int(sys.argv[1]))
+    # The server ends its core with a message, so that requests are told; a terminal's Ctrl-C reaches both.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
+    config = launch.config
+    setup_logging(f"{launch.engine_id}-core", config.log_level, config.log_format)
+    with _mailbox(launch) as mailbox:
+        try:
+            _serve(launch, config, mailbox)
+        except MeshError as exc:
+            mailbox.send(CoreFailed(code=exc.code, message=exc.message))
+            return 1
+        except Exception as exc:  # the process's top
+            log.exception("the engine core failed")
+            mailbox.send(CoreFailed(code=InternalError.__name__, message=f"{type(exc).__name__}: {exc}"))
+            return 1
+    return 0
+
+
+class Mailbox:
+    """The two ZMQ sockets to the server process; sending waits when the server has stopped to read."""
+
+    def __init__(self, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket[bytes]") -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+
+    def drain(self) -> Iterable[ToCore]:
+        messages: list[ToCore] = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                messages.append(to_core_decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+        return messages
+
+    def wait(self, descriptors: list[int]) -> None:
+        poller = zmq.Poller()
+        poller.register(self._inbox, zmq.POLLIN)
+        for descriptor in descriptors:
+            poller.register(descriptor, zmq.POLLIN)
+        poller.poll()
+
+    def send(self, message: FromCore) -> None:
+        self._outbox.send(encode(message))
+
+
+@contextlib.contextmanager
+def _mailbox(launch: Launch) -> Iterator[Mailbox]:
+    with zmq.Context() as context, context.socket(zmq.PULL) as inbox, context.socket(zmq.PUSH) as outbox:
+        # The server's messages are bounded by the requests that it admits; dropping or blocking would be worse.
+        inbox.set_hwm(0)
+        outbox.setsockopt(zmq.LINGER, LINGER_MS)
+        inbox.connect(launch.inbox)
+        outbox.connect(launch.outbox)
+        yield Mailbox(inbox, outbox)
+
+
+class _Progress(ProgressCallback):
+    """Passes the backend's progress on to the server."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        self._mailbox.send(CoreProgress(stage=stage, fraction=fraction))
+
+
+def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
+    backend = make_backend(config.backend, config.cpu_threads)
+    with contextlib.closing(backend):
+        info = backend.load(config.model, config.dtype, config.block_size or None, _Progress(mailbox))
+        sizes = resolve_sizes(config, info, backend.available_kv_bytes(config.gpu_memory_utilization))
+        with _bound_pool(launch.pool_fd, backend, info, sizes) as pool, _links(launch, config, pool) as links:
+            scheduler = Scheduler(_kv_manager(config, info, pool), resolve_limits(config, info, sizes))
+            core = Core(scheduler, Runner(backend, frozenset(info.eos_token_ids)), links.links, mailbox, mailbox.send)
+            mailbox.send(_ready(backend, info, sizes, pool, links.metadata))
+            # The model's objects live as long as the process: the collector need not look at them again.
+            gc.collect()
+            gc.freeze()
+            core.run()
+
+
+@contextlib.contextmanager
+def _bound_pool(fd: int, backend: Backend, info: ModelInfo, sizes: Sizes) -> Iterator[KVPool]:
+    shape = PoolShape(sizes.num_blocks, info.groups[0].block_bytes)
+    size_pool_file(fd, shape)
+    with contextlib.closing(KVPool(fd, shape, writable=True)) as pool:
+        backend.bind(pool)
+        yield pool
+
+
+class _RegisteredLinks(msgspec.Struct, frozen=True):
+    links: Links
+    metadata: dict[str, bytes]
+
+
+@contextlib.contextmanager
+def _links(launch: Launch, config: EngineConfig, pool: KVPool) -> Iterator[_RegisteredLinks]:
+    connectors: dict[str, WorkerConnector] = make_worker_connectors(
+        list(config.connector), peer_id=launch.peer_id, secret=MeshSecret.load(config)
+    )
+    links = Links(connectors)
+    with contextlib.closing(links):
+        yield _RegisteredLinks(links, {name: each.register(pool) for name, each in connectors.items()})
+
+
+def _kv_manager(config: EngineConfig, info: ModelInfo, pool: KVPool) -> KVManager:
+    groups = [
+        KVGroup(
+            blocks=BlockPool(pool.shape.num_blocks, pool),
+            block_size=spec.block_size,
+            root=root_key(info.fingerprint, spec.fingerprint, index),
+        )
+        for index, spec in enumerate(info.groups)
+    ]
+    return KVManager(groups, enable_prefix_caching=config.enable_prefix_caching)
+
+
+def _ready(backend: Backend, info: ModelInfo, sizes: Sizes, pool: KVPool, connectors: dict[str, bytes]) -> CoreReady:
+    return CoreReady(
+        model_fingerprint=info.fingerprint,
+        layout_fingerprints=[group.fingerprint for group in info.groups],
+        block_size=info.groups[0].block_size,
+        num_blocks=sizes.num_blocks,
+        block_bytes=pool.shape.block_bytes,
+        max_model_len=sizes.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=list(info.eos_token_ids),
+        connectors=connectors,
+        dtype=info.dtype,
+        backend=backend.name,
+        row_invariant=backend.row_invariant,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
