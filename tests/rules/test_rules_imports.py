@@ -39,7 +39,7 @@ TORCH_FREE = [
     "pdmesh.connector.peers",
     "pdmesh.openai.app",
     "pdmesh_proxy.service",
-    "pdmesh_kvcache.service",
+    "pdmesh_kvcache.server",
 ]
 BLOCK_TORCH = """
 import sys, importlib

@@ -58,7 +58,7 @@ async def serve(config: KVCacheConfig, life: Life) -> None:
             http_server(_http_app(metrics, backing, arenas), config.host, config.port)
         )
         log.info("%s serves engines on port %d, metrics on port %d", engine_id, grpc_port, port)
-        life.ready(port=port, grpc_port=grpc_port, engine_id=engine_id)
+        life.ready(http_port=port, grpc_port=grpc_port, engine_id=engine_id)
         await life.stopped()
 
 
