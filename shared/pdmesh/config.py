@@ -122,6 +122,8 @@ class EngineConfig(ServiceConfig, HttpConfig):
 
 ConfigT = TypeVar("ConfigT", bound=Settings)
 
+_POSITIONAL = "positional argument"
+
 
 def load_config(
     cls: type[ConfigT],
@@ -141,6 +143,9 @@ def load_config(
         flags = vars(parser.parse_args(argv))
     except argparse.ArgumentError as exc:
         raise ConfigError(f"{prog}: {exc}") from exc
+    given = flags.pop(_POSITIONAL, None)
+    if positional and given is not None:
+        flags[positional] = flags[positional] or given
     path = flags.pop("config") or env.get("PDMESH_CONFIG", "")
     values = _from_toml(cls, path) if path else {}
     values |= {
@@ -168,8 +173,9 @@ def _parser(cls: type[Settings], prog: str, positional: str | None) -> argparse.
         default = ",".join(map(str, field.default)) if isinstance(field.default, list) else field.default
         text += "" if default in ("", None) else f" (default: {default})"
         if name == positional:
-            parser.add_argument(name, nargs="?", default=None, help=text)
-            parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            # Under a name of its own: argparse writes the default of an absent positional over the flag's value.
+            parser.add_argument(_POSITIONAL, metavar=name, nargs="?", default=None, help=text)
+            parser.add_argument(flag, default=None, help=argparse.SUPPRESS)
         elif field.annotation is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
