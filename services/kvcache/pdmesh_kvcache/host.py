@@ -8,7 +8,7 @@ from typing import Self
 
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.protocol.messages import GroupBlocks
-from pdmesh.protocol.offers import EndedOffer, OfferTable
+from pdmesh.protocol.offers import OFFER_LEASE_S, EndedOffer, OfferTable
 from pdmesh.security import MeshSecret
 from pdmesh_kvcache.arena import Arena
 from pdmesh_kvcache.puller import Puller
@@ -78,7 +78,12 @@ class ArenaHost:
     def open_lookup(self, transfer_id: str, within_s: float) -> None:
         """Start a lookup. Raises ValueError when the id was used before."""
         self.offers.open(
-            transfer_id, request_id=transfer_id, digest=b"", release_on_commit=True, seal_within_s=within_s
+            transfer_id,
+            request_id=transfer_id,
+            digest=b"",
+            lease_s=OFFER_LEASE_S,
+            release_on_commit=True,
+            seal_within_s=within_s,
         )
         self.owner.settle()
 

@@ -171,7 +171,7 @@ def _make_client(config: KVCacheConfig, shown_url: str) -> "redis.Redis":
         pool.make_connection()  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, RedisError) as exc:
         raise ConfigError(f"valkey: {shown_url!r} cannot be used: {exc}; {remedy}") from exc
-    return redis.Redis(connection_pool=pool)
+    return redis.Redis.from_pool(pool)
 
 
 def _without_password(url: str) -> str:
