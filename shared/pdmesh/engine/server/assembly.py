@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from pdmesh.config import EngineConfig
 from pdmesh.connector.peers import PeerDirectory
+from pdmesh.connector.pool import KVPool
 from pdmesh.engine.core_client import CoreClient
 from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.endings import Endings
@@ -90,11 +91,12 @@ def assemble(
     identity: Identity,
     secret: MeshSecret,
     core: CoreClient,
+    pool: KVPool,
     core_peers: CorePeers,
     peers: PeerDirectory,
     tasks: Tasks,
 ) -> Engine:
-    """Make all parts, each with what it needs of the others."""
+    """Make all parts, each with what it needs of the others; `pool` and `peers` stay the caller's to close."""
     ready, registry, offers, table = core.ready, CollectorRegistry(), OfferTable(), RequestTable()
     board = LoadBoard(identity.epoch, offers)
     metrics = EngineMetrics(registry, identity, ready, board, peers.fallbacks)
@@ -104,7 +106,7 @@ def assemble(
         ready=ready,
         secret=secret,
         core=core,
-        pool=core.pool(),
+        pool=pool,
         offers=offers,
         board=board,
         metrics=metrics,

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 FAILED = "error"
 ABORTED = "abort"
+STOPPED = "stop"
 
 
 class Endings:
@@ -50,9 +51,11 @@ class Endings:
         """End one choice whose text is complete (a stop string was found); the last one ends the request."""
         if choice not in running.open_choices:
             return
-        running.open_choices.discard(choice)
-        if not running.open_choices and not running.unfinished:
-            self.abort(running, reason="stop")
+        # A prefill-only choice still ends by the core's word: another one's ticket may have to go with it.
+        if not running.request.prefill_only:
+            running.open_choices.discard(choice)
+        if not running.open_choices:
+            self.abort(running, reason=STOPPED)
         elif running.in_core:
             self._core.send(Abort(request_id=running.core_id, choice=choice))
 

@@ -12,7 +12,7 @@ import msgspec
 from pdmesh.engine.messages import CoreFailed, FromCore, PeerConnected, StepOutput, TransferEnded
 from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.endings import Endings
-from pdmesh.engine.server.fetches import Fetch, Fetches, Origin
+from pdmesh.engine.server.fetches import Fetches, Origin
 from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.metrics import EngineMetrics
@@ -89,22 +89,17 @@ class Outputs:
         if fetch is None:
             return
         running = fetch.running
-        running.kv_bytes += message.num_bytes
-        if message.committed:
+        if message.committed and message.num_bytes:
+            running.kv_bytes += message.num_bytes
             running.kv_source = Origin.TIER if fetch.origin is Origin.TIER else fetch.connector
-        else:
-            self._count_failure(fetch, message)
+        elif not message.committed:
+            # What follows the colon names blocks: no label should.
+            self._metrics.fallbacks.inc(message.reason.partition(":")[0])
         if self._table.get(running.core_id) is running:
             running.commit()
 
-    def _count_failure(self, fetch: Fetch, message: TransferEnded) -> None:
-        # The part before the colon; the rest names blocks.
-        self._metrics.fallbacks.inc(message.reason.partition(":")[0])
-        if fetch.origin is not Origin.TIER:
-            fetch.running.kv_source = f"recompute:{message.reason}"
-
     def _deliver(self, running: RunningRequest, delta: ChoiceDelta, now: float) -> None:
-        first = not running.started and bool(delta.token_ids or delta.finish_reason)
+        first = not running.has_answered and bool(delta.token_ids or delta.finish_reason)
         if first:
             self._note_first(running, delta)
         self._measure(running, delta, now)
@@ -147,6 +142,7 @@ class Outputs:
         self._endings.finish(running, keep_offer=bool(ticket))
 
     def _note_first(self, running: RunningRequest, delta: ChoiceDelta) -> None:
+        running.has_answered = True
         running.num_cached = delta.cached_tokens
         if running.fetch_failure:
             running.kv_source = f"recompute:{running.fetch_failure}"
@@ -158,7 +154,7 @@ class Outputs:
     def _measure(self, running: RunningRequest, delta: ChoiceDelta, now: float) -> None:
         if not delta.token_ids:
             return
-        if not running.started:
+        if not running.num_generated:
             self._metrics.ttft.observe(now - running.arrived_s)
         last = running.last_token_s.get(delta.choice)
         if last is not None:

@@ -47,16 +47,13 @@ class RunningRequest:
     unfinished: set[int] = field(default_factory=set)
     """Choices of a prefill-only request that their first token did not end."""
     last_token_s: dict[int, float] = field(default_factory=dict)
+    has_answered: bool = False
+    """Whether its first delta is out."""
     num_generated: int = 0
     num_cached: int = 0
     kv_source: str = ""
     kv_bytes: int = 0
     finish_reason: str = ""
-
-    @property
-    def started(self) -> bool:
-        """Whether any token came out."""
-        return self.num_generated > 0
 
     def commit(self) -> None:
         """Tell a proxy once that this engine needs its ticket's offer no longer."""

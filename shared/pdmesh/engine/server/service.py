@@ -1,6 +1,7 @@
 """An engine service as its life: secret, text side and core of the model, peers, gRPC, HTTP, serve, drain, close."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -52,6 +53,7 @@ async def _serve(config: EngineConfig, life: Life, role: Role, started: asyncio.
         text = await loading_text
         core_peers = CorePeers(core)
         async with (
+            contextlib.AsyncExitStack() as closing,
             PeerDirectory(
                 identity.peer_id,
                 secret,
@@ -64,11 +66,14 @@ async def _serve(config: EngineConfig, life: Life, role: Role, started: asyncio.
             ) as peers,
             _task_group() as tasks,
         ):
+            pool = core.pool()
+            closing.callback(pool.close)
             engine = assemble(
                 config=config,
                 identity=identity,
                 secret=secret,
                 core=core,
+                pool=pool,
                 core_peers=core_peers,
                 peers=peers,
                 tasks=tasks,

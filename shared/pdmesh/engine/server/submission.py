@@ -4,6 +4,7 @@ Requests that need no other service go straight in. The others wait for their ca
 delays another; whatever goes wrong ends the request with an error to its sink.
 """
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -65,6 +66,8 @@ class Submission:
         self._endings = endings
         self._tasks = tasks
         self._metrics = metrics
+        self._num_calling = 0
+        """Requests that wait for other services on their way to the core."""
         self._root = root_key(ready.model_fingerprint, ready.layout_fingerprints[0], 0)
 
     def submit(self, request: GenerateRequest, sink: Sink, leg: StockLeg | None = None) -> RunningRequest:
@@ -85,17 +88,23 @@ class Submission:
             keys = block_keys(request.token_ids, self._ready.block_size, root=self._root, cache_salt=request.cache_salt)
         if self._sources.needs_calls(running, leg.remote, keys):
             running.submission = self._tasks.create_task(self._submit_with_source(running, leg.remote, keys))
+            self._num_calling += 1
+            running.submission.add_done_callback(self._called)
         else:
             self._add(running, keys, None, recompute_last=False)
         return running
 
+    def _called(self, submission: asyncio.Task[None]) -> None:
+        self._num_calling -= 1
+
     def _check_room(self) -> None:
         if self._board.draining:
             raise Draining("this engine is shutting down; send new requests elsewhere")
-        if self._board.num_queued >= self._config.max_num_queued_reqs:
+        num_queued = self._board.num_queued + self._num_calling
+        if num_queued >= self._config.max_num_queued_reqs:
             self._metrics.admission_rejections.inc("max_num_queued_reqs")
             raise Overloaded(
-                f"the engine has {self._board.num_queued} requests waiting, its limit (max-num-queued-reqs); retry later",
+                f"the engine has {num_queued} requests waiting, its limit (max-num-queued-reqs); retry later",
                 retry_after_s=RETRY_AFTER_S,
             )
 
@@ -136,23 +145,12 @@ class Submission:
 
 
 def check_request(request: GenerateRequest, ready: CoreReady) -> None:
-    """Raise InvalidRequest for what would do harm in the core, whoever sent it."""
+    """Raise InvalidRequest for what this process cannot work with; the core checks the rest."""
     if not 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS:
         raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
     if not request.token_ids:
-        raise InvalidRequest("the prompt is empty", param="prompt")
-    if max(request.token_ids) >= ready.vocab_size or min(request.token_ids) < 0:
-        raise InvalidRequest(f"the prompt holds a token id outside 0 to {ready.vocab_size - 1}", param="prompt")
-    num_tokens = len(request.token_ids) + max((len(ids) for ids in request.emitted), default=0)
-    if num_tokens >= ready.max_model_len and request.sampling.max_tokens > 0:
-        raise InvalidRequest(
-            f"the prompt has {num_tokens} tokens; with at least one output token the model's limit of "
-            f"{ready.max_model_len} is passed",
-            param="prompt",
-        )
-    if not request.choices or len(set(request.choices)) != len(request.choices) or min(request.choices) < 0:
-        raise InvalidRequest("choices must be distinct indices, at least one", param="choices")
-    if request.emitted and len(request.emitted) != len(request.choices):
-        raise InvalidRequest("emitted must have one list per choice", param="emitted")
-    if any(not 0 <= token < ready.vocab_size for ids in request.emitted for token in ids):
-        raise InvalidRequest(f"emitted holds a token id outside 0 to {ready.vocab_size - 1}", param="emitted")
+        raise InvalidRequest("the prompt is empty; it needs at least one token", param="prompt")
+    if not 0 <= min(request.token_ids) <= max(request.token_ids) < ready.vocab_size:
+        raise InvalidRequest(f"the prompt holds a token id outside 0…{ready.vocab_size - 1}", param="prompt")
+    if not request.choices or len(set(request.choices)) != len(request.choices):
+        raise InvalidRequest("choices must be distinct, and at least one", param="n")

@@ -15,14 +15,14 @@ from pdmesh.protocol.messages import GroupBlocks
 FIELD = "kv_transfer_params"
 
 
-class TransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """All names that vLLM and its routers send; those without meaning here are accepted and ignored."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
     remote_engine_id: str | None = None
     remote_request_id: str | None = None
-    remote_block_ids: list[list[int]] | list[int] | None = None
+    remote_block_ids: list[list[int] | int] | None = None
     remote_host: str | None = None
     remote_port: int | None = None
     remote_num_tokens: int | None = None
@@ -54,6 +54,8 @@ class RemoteKV(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(params: Mapping[str, Any]) -> TransferParams:
     """Check names and types. Raises InvalidRequest that names the field."""
+    if unknown := sorted(set(params) - set(TransferParams.__struct_fields__)):
+        raise _invalid(unknown[0], "is not a field that engines know")
     try:
         parsed = msgspec.convert(dict(params), TransferParams)
     except msgspec.ValidationError as exc:
@@ -117,12 +119,13 @@ def offered(
     }
 
 
-def _groups(block_ids: list[list[int]] | list[int]) -> list[GroupBlocks]:
+def _groups(block_ids: list[list[int] | int]) -> list[GroupBlocks]:
     # A single group may come without its outer list, as vLLM had it before hybrid models.
-    lists = [block_ids] if block_ids and isinstance(block_ids[0], int) else block_ids
+    flat = [block for block in block_ids if isinstance(block, int)]
+    lists = [flat] if flat else [ids for ids in block_ids if isinstance(ids, list)]
     groups = []
     for group, ids in enumerate(lists):
-        if not isinstance(ids, list) or not all(isinstance(block, int) and 0 <= block < 1 << 32 for block in ids):
+        if (flat and len(flat) < len(block_ids)) or not all(0 <= block < 1 << 32 for block in ids):
             raise _invalid("remote_block_ids", "must be lists of block numbers, one per KV group")
         groups.append(GroupBlocks(group=group, block_ids=ids, generations=[]))
     return groups

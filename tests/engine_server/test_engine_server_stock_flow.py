@@ -1,0 +1,113 @@
+"""The stock flow over HTTP: a prefill leg with `do_remote_decode`, a decode leg with what it gave back."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+async def _complete(url: str, prompt: list[int], params: dict[str, Any] | None = None, **fields: Any) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0} | fields
+    if params is not None:
+        body["kv_transfer_params"] = params
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        return await client.post("/v1/completions", json=body)
+
+
+def _prompt(number: int, num_tokens: int = 50) -> list[int]:
+    return [4 + (11 * index + number) % 300 for index in range(num_tokens)]
+
+
+def _text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def test_decode_takes_what_prefill_gives_and_says_the_same_as_one_engine(pair: Any) -> None:
+    async def body() -> None:
+        prompt = _prompt(1)
+        alone = await _complete(pair.prefill.http, prompt, cache_salt="alone")
+        leg = await _complete(pair.prefill.http, prompt, PREFILL_LEG, max_tokens=1)
+        params = leg.json()["kv_transfer_params"]
+        assert params["remote_engine_id"] == pair.prefill.engine_id
+        assert params["do_remote_prefill"] is True
+        assert params["do_remote_decode"] is False
+        assert params["remote_num_tokens"] == len(prompt)
+        answer = await _complete(pair.decode.http, prompt, params)
+        assert _text(answer) == _text(alone)
+        route = answer.headers["x-pdmesh-route"]
+        assert f"prefill={pair.prefill.engine_id}" in route
+        assert "kv=shm" in route
+        assert "kv_bytes=0" not in route
+        # Fetched once: the offer is gone.
+        late = await _complete(pair.decode.http, prompt, params)
+        assert late.status_code == 502
+        assert "committed" in late.json()["error"]["message"]
+
+    pair.loop.run(body())
+
+
+def test_a_plain_request_has_no_params(pair: Any) -> None:
+    async def body() -> None:
+        answer = await _complete(pair.prefill.http, _prompt(2))
+        assert answer.status_code == 200
+        assert not answer.json().get("kv_transfer_params")
+
+    pair.loop.run(body())
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [
+        ({"remote_host": "192.0.2.7"}, 403, "kv-peers"),
+        ({"remote_port": "x"}, 400, "remote_port"),
+        ({"remote_request_id": "never-was"}, 502, "unknown"),
+        ({"remote_block_ids": [[0, 1, 2, 500]]}, 403, "is not in offer"),
+        ({"remote_engine_id": "someone-else"}, 502, "someone-else"),
+        ({"surprise": 1}, 400, "surprise"),
+    ],
+)
+def test_params_that_are_not_the_prefills_are_refused(
+    pair: Any, change: dict[str, Any], status: int, says: str
+) -> None:
+    async def body() -> None:
+        prompt = _prompt(3)
+        leg = await _complete(pair.prefill.http, prompt, PREFILL_LEG, max_tokens=1)
+        params = leg.json()["kv_transfer_params"] | change
+        answer = await _complete(pair.decode.http, prompt, params)
+        assert answer.status_code == status, answer.text
+        assert says in answer.json()["error"]["message"]
+
+    pair.loop.run(body())
+
+
+def test_params_of_another_prompt_are_refused(pair: Any) -> None:
+    async def body() -> None:
+        leg = await _complete(pair.prefill.http, _prompt(4), PREFILL_LEG, max_tokens=1)
+        answer = await _complete(pair.decode.http, _prompt(5), leg.json()["kv_transfer_params"])
+        assert answer.status_code == 502
+        assert "another request" in answer.json()["error"]["message"]
+
+    pair.loop.run(body())
+
+
+def test_health_and_metrics_answer(pair: Any) -> None:
+    async def body() -> None:
+        async with httpx.AsyncClient(base_url=pair.decode.http, timeout=10) as client:
+            assert (await client.get("/health")).status_code == 200
+            text = (await client.get("/metrics")).text
+        for name in (
+            "vllm:num_requests_running",
+            "vllm:kv_cache_usage_perc",
+            "vllm:prefix_cache_hits_total",
+            "vllm:request_success_total",
+            "vllm:time_to_first_token_seconds_bucket",
+            "vllm:cache_config_info",
+            "pdmesh_offers_open",
+        ):
+            assert name in text, name
+
+    pair.loop.run(body())
