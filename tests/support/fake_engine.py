@@ -60,6 +60,7 @@ class Behaviour:
     """Answer every request that has a ticket with this error."""
     recompute_fetch: bool = False
     answer_pings: bool = True
+    heed_aborts: bool = True
     hold: asyncio.Event | None = None
     """Requests wait here before their first token."""
 
@@ -332,6 +333,8 @@ class FakeEngine(EngineServicer):
 
     def _abort(self, request_id: str, choice: int) -> None:
         self.aborts.append((request_id, choice))
+        if not self.behaviour.heed_aborts:
+            return
         if choice >= 0:
             self.stopped_choices.add((request_id, choice))
         elif request_id in self.running:

@@ -63,6 +63,9 @@ class Cluster:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # A cancellation that meets a breaking stream is lost in the session's TaskGroup (Python < 3.13), the wish is not.
+        for endpoint in self._endpoints.values():
+            endpoint.unwant()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

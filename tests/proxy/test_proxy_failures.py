@@ -1,0 +1,337 @@
+"""Engines die, stall, drain and come back: clients see time pass, never a seam; without an engine, an error in time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from pdmesh.errors import DeadlineExceeded, Draining, MeshError, Overloaded, PeerUnavailable, TransferFailed
+from support.fake_engine import Behaviour, FakeEngine, expected_tokens
+from support.fake_mesh import PROMPT, fake_mesh, finish_reasons, proxy_over, token_request, tokens_of, until
+
+WANTED = expected_tokens(PROMPT, 40)
+
+
+@pytest.mark.parametrize("die_after", [0, 2, 20])
+@pytest.mark.parametrize("n", [1, 3])
+def test_decode_dies_and_another_goes_on_without_a_seam(die_after: int, n: int) -> None:
+    async def scenario() -> None:
+        prefill = FakeEngine("prefill")
+        dying = FakeEngine("decode", behaviour=Behaviour(step_s=0.002, die_after=die_after))
+        async with fake_mesh(prefill, dying) as mesh_of_dying, FakeEngine("decode") as living:
+            del mesh_of_dying
+            async with proxy_over(prefill=[prefill.address], decode=[dying.address, living.address]) as mesh:
+                await until(lambda: len(mesh.cluster.view().engines) == 3)
+                # Make the dying one the one that rested longest.
+                living_view = mesh.cluster.view().by_peer(living.peer_id)
+                assert living_view is not None
+                mesh.cluster.session(living_view)
+                request = token_request(max_tokens=40, n=n)
+                deltas = await mesh.collect(request)
+                for choice in range(n):
+                    assert tokens_of(deltas, choice) == expected_tokens(PROMPT, 40, choice)
+                assert finish_reasons(deltas) == {choice: ["length"] for choice in range(n)}
+                assert dying.requests
+                assert living.requests
+                assert request.trace.decode == living.engine_id
+                assert request.trace.fallbacks[0] == "decode:PeerUnavailable"
+                assert mesh.metric("pdmesh_proxy_retries_total", error="PeerUnavailable") == 1
+                # The offer was live when decode died before it had fetched, and gone when it died after.
+                assert bool(living.requests[0].ticket) == (die_after == 0)
+                await until(lambda: not prefill.offers.open)
+
+    asyncio.run(scenario())
+
+
+def test_prefill_dies_before_the_first_token_and_another_prefill_takes_over() -> None:
+    async def scenario() -> None:
+        dying = FakeEngine("prefill", behaviour=Behaviour(die_after=0))
+        other, decode = FakeEngine("prefill"), FakeEngine("decode")
+        async with fake_mesh(dying, other, decode) as mesh:
+            requests = [token_request(max_tokens=40) for _ in range(2)]
+            for request in requests:
+                assert tokens_of(await mesh.collect(request)) == WANTED
+            assert dying.requests
+            assert all(request.trace.prefill == other.engine_id for request in requests)
+            assert all(request.trace.reason == "disaggregated" for request in requests)
+
+    asyncio.run(scenario())
+
+
+def test_the_only_prefill_dies_and_decode_serves_alone_counted_as_degraded() -> None:
+    async def scenario() -> None:
+        dying = FakeEngine("prefill", behaviour=Behaviour(die_after=0))
+        decode = FakeEngine("decode")
+        async with fake_mesh(dying, decode) as mesh:
+            request = token_request(max_tokens=40)
+            assert tokens_of(await mesh.collect(request)) == WANTED
+            assert request.trace.reason == "no_prefill"
+            assert request.trace.fallbacks == ["prefill:PeerUnavailable", "no_prefill"]
+            assert mesh.metric("pdmesh_proxy_fallbacks_total", reason="no_prefill") == 1
+
+    asyncio.run(scenario())
+
+
+def test_prefill_dies_with_the_offer_and_decode_computes_it_anew() -> None:
+    async def scenario() -> None:
+        prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+        async with fake_mesh(prefill, decode) as mesh:
+            request = token_request(max_tokens=40)
+            stream = mesh.generator.generate(request)
+            deltas = [await anext(stream)]
+            await prefill.kill()
+            await until(lambda: len(mesh.cluster.view().engines) == 1)
+            deltas += [delta async for delta in stream]
+            assert tokens_of(deltas) == WANTED
+            assert not decode.requests[0].ticket
+            assert request.trace.fallbacks == ["no_ticket"]
+
+    asyncio.run(scenario())
+
+
+def test_no_decode_alive_so_prefill_serves_whole() -> None:
+    async def scenario() -> None:
+        prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+        async with fake_mesh(prefill, decode) as mesh:
+            await decode.kill()
+            await until(lambda: len(mesh.cluster.view().engines) == 1)
+            request = token_request(max_tokens=40)
+            assert tokens_of(await mesh.collect(request)) == WANTED
+            assert (request.trace.decode, request.trace.reason) == (prefill.engine_id, "no_decode")
+            assert mesh.metric("pdmesh_proxy_fallbacks_total", reason="no_decode") == 1
+
+    asyncio.run(scenario())
+
+
+def test_decode_dies_after_prefill_and_prefill_goes_on_itself() -> None:
+    async def scenario() -> None:
+        prefill = FakeEngine("prefill")
+        async with fake_mesh(prefill, FakeEngine("decode", behaviour=Behaviour(die_after=10))) as mesh:
+            request = token_request(max_tokens=40)
+            assert tokens_of(await mesh.collect(request)) == WANTED
+            assert request.trace.decode == prefill.engine_id
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [TransferFailed("stale"), TransferFailed("expired")])
+def test_a_failed_fetch_is_computed_on_decode_and_counted(error: MeshError) -> None:
+    async def scenario() -> None:
+        prefill = FakeEngine("prefill")
+        decode = FakeEngine("decode", behaviour=Behaviour(refuse_fetch=error))
+        async with fake_mesh(prefill, decode) as mesh:
+            request = token_request(max_tokens=40)
+            assert tokens_of(await mesh.collect(request)) == WANTED
+            assert request.trace.fallbacks == ["decode:TransferFailed", "leg_failed"]
+            assert mesh.metric("pdmesh_proxy_fallbacks_total", reason="leg_failed") == 1
+            await until(lambda: not prefill.offers.open)
+
+    asyncio.run(scenario())
+
+
+def test_without_retries_the_failure_reaches_the_client() -> None:
+    async def scenario() -> None:
+        decode = FakeEngine("decode", behaviour=Behaviour(refuse_fetch=TransferFailed("stale")))
+        async with fake_mesh(FakeEngine("prefill"), decode, extra={"max_retries": 0}) as mesh:
+            with pytest.raises(TransferFailed, match="stale"):
+                await mesh.collect(token_request())
+
+    asyncio.run(scenario())
+
+
+def test_a_recompute_on_decode_shows_in_trace_and_metric() -> None:
+    async def scenario() -> None:
+        decode = FakeEngine("decode", behaviour=Behaviour(recompute_fetch=True))
+        async with fake_mesh(FakeEngine("prefill"), decode) as mesh:
+            request = token_request()
+            await mesh.collect(request)
+            assert request.trace.kv_source == "recompute:peer_lost"
+            assert request.trace.fallbacks == ["recompute:peer_lost"]
+            assert mesh.metric("pdmesh_proxy_fallbacks_total", reason="recompute") == 1
+
+    asyncio.run(scenario())
+
+
+def test_all_dead_is_an_explicit_error_in_time() -> None:
+    async def scenario() -> None:
+        prefill, decode = FakeEngine("prefill"), FakeEngine("decode", behaviour=Behaviour(step_s=0.01))
+        async with fake_mesh(prefill, decode) as mesh:
+            stream = mesh.generator.generate(token_request(max_tokens=400))
+            deltas = [await anext(stream) for _ in range(5)]
+            started = time.monotonic()
+            await prefill.kill()
+            await decode.kill()
+
+            async def drain() -> None:
+                async for delta in stream:
+                    deltas.append(delta)
+
+            with pytest.raises(PeerUnavailable):
+                await drain()
+            assert time.monotonic() - started < 1.5
+            assert tokens_of(deltas) == expected_tokens(PROMPT, len(tokens_of(deltas)))
+            with pytest.raises(PeerUnavailable) as caught:
+                await mesh.collect(token_request())
+            assert caught.value.retry_after_s
+            assert not await mesh.generator.healthy()
+
+    asyncio.run(scenario())
+
+
+def test_the_only_engine_comes_back_and_the_request_goes_on_there() -> None:
+    async def scenario() -> None:
+        decode = FakeEngine("decode", behaviour=Behaviour(step_s=0.01))
+        async with fake_mesh(decode, extra={"engine_wait_timeout_s": 5.0}) as mesh:
+            stream = mesh.generator.generate(token_request(max_tokens=40))
+            deltas = [await anext(stream) for _ in range(5)]
+            await decode.kill()
+            async with FakeEngine("decode", port=decode.port) as again:
+                deltas += [delta async for delta in stream]
+                assert tokens_of(deltas) == WANTED
+                assert again.requests
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_engine_is_taken_for_dead() -> None:
+    async def scenario() -> None:
+        hold = asyncio.Event()
+        silent = FakeEngine("decode", behaviour=Behaviour(hold=hold))
+        async with fake_mesh(silent) as mesh, FakeEngine("decode") as other:
+            async with proxy_over(prefill=[], decode=[silent.address, other.address]) as both:
+                await until(lambda: len(both.cluster.view().engines) == 2)
+                running = [asyncio.create_task(both.collect(token_request(max_tokens=40))) for _ in range(2)]
+                await until(lambda: silent.requests)
+                silent.behaviour.answer_pings = False
+                for deltas in await asyncio.gather(*running):
+                    assert tokens_of(deltas) == WANTED
+                assert both.metric("pdmesh_proxy_stream_breaks_total") >= 1
+                # It answers again and is used again: no failure sticks.
+                silent.behaviour.answer_pings = True
+                hold.set()
+                await until(lambda: len(both.cluster.view().engines) == 2)
+            del mesh
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_engine_gets_nothing_new_and_ends_what_it_has() -> None:
+    async def scenario() -> None:
+        first, second = (FakeEngine("decode", behaviour=Behaviour(step_s=0.01)) for _ in range(2))
+        async with fake_mesh(first, second) as mesh:
+            running = [asyncio.create_task(mesh.collect(token_request(max_tokens=40))) for _ in range(2)]
+            await until(lambda: first.requests and second.requests)
+            first.drain()
+            await until(lambda: any(engine.draining for engine in mesh.cluster.view().engines))
+            for _ in range(3):
+                await mesh.collect(token_request(max_tokens=4))
+            for deltas in await asyncio.gather(*running):
+                assert tokens_of(deltas) == WANTED
+            assert len(first.requests) == 1
+            second.drain()
+            await until(lambda: not mesh.cluster.serving)
+            assert not await mesh.generator.healthy()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_refuses_because_it_drains_is_left_for_another() -> None:
+    async def scenario() -> None:
+        leaving = FakeEngine("decode", behaviour=Behaviour(refuse=Draining("shutting down")))
+        async with fake_mesh(leaving, FakeEngine("decode")) as mesh:
+            for _ in range(3):
+                assert tokens_of(await mesh.collect(token_request(max_tokens=40))) == WANTED
+
+    asyncio.run(scenario())
+
+
+def test_a_full_engine_is_left_for_another_and_a_full_mesh_is_said_at_once() -> None:
+    async def scenario() -> None:
+        full = [FakeEngine("decode", behaviour=Behaviour(refuse=Overloaded("queue full"))) for _ in range(2)]
+        async with fake_mesh(*full, extra={"engine_wait_timeout_s": 5.0}) as mesh:
+            started = time.monotonic()
+            with pytest.raises(Overloaded, match="queue full") as caught:
+                await mesh.collect(token_request())
+            assert caught.value.retry_after_s
+            assert time.monotonic() - started < 1
+            full[1].behaviour.refuse = None
+            assert tokens_of(await mesh.collect(token_request(max_tokens=40))) == WANTED
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("behaviour", [{"hold": True}, {"step_s": 0.05}])
+def test_the_deadline_ends_a_request_wherever_it_is(behaviour: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        settings = {name: asyncio.Event() if name == "hold" else value for name, value in behaviour.items()}
+        decode = FakeEngine("decode", behaviour=Behaviour(**settings))
+        async with fake_mesh(decode) as mesh:
+            started = time.monotonic()
+            with pytest.raises(DeadlineExceeded) as caught:
+                await mesh.collect(token_request(max_tokens=500, deadline_s=0.2))
+            assert 0.15 < time.monotonic() - started < 1
+            assert caught.value.status == 504
+            await until(lambda: not decode.running)
+
+    asyncio.run(scenario())
+
+
+def test_shutdown_lets_requests_end_and_tells_the_rest() -> None:
+    async def scenario() -> None:
+        hold = asyncio.Event()
+        decode = FakeEngine("decode", behaviour=Behaviour(step_s=0.005))
+        async with fake_mesh(decode) as mesh:
+            short = asyncio.create_task(mesh.collect(token_request(max_tokens=20)))
+            await until(lambda: decode.requests)
+            decode.behaviour = Behaviour(hold=hold)
+            endless = asyncio.create_task(mesh.collect(token_request()))
+            await until(lambda: len(decode.requests) == 2)
+            draining = asyncio.create_task(mesh.generator.drain(0.5))
+            await asyncio.sleep(0)
+            assert not await mesh.generator.healthy()
+            with pytest.raises(Draining):
+                await mesh.collect(token_request())
+            assert len(tokens_of(await short)) == 20
+            with pytest.raises(Draining, match="shut down"):
+                await endless
+            await asyncio.wait_for(draining, 1)
+            await until(lambda: not decode.running)
+
+    asyncio.run(scenario())
+
+
+def test_replicas_join_get_traffic_and_leave_without_losing_a_request(tmp_path: Any) -> None:
+    async def scenario() -> None:
+        listing = tmp_path / "decode"
+        async with FakeEngine("decode", behaviour=Behaviour(step_s=0.005)) as first, FakeEngine("decode") as second:
+            listing.write_text(f"{first.address}\n")
+            async with proxy_over(prefill=[], decode=[f"file:{listing}"]) as mesh:
+                await until(lambda: mesh.cluster.serving)
+                running = asyncio.create_task(mesh.collect(token_request(max_tokens=40)))
+                await until(lambda: first.requests)
+                listing.write_text(f"{second.address}\n")
+                await until(
+                    lambda: [e.address for e in mesh.cluster.view().engines if not e.draining] == [second.address]
+                )
+                await mesh.collect(token_request())
+                assert second.requests
+                assert tokens_of(await running) == WANTED
+                assert len(first.requests) == 1
+                await until(lambda: len(mesh.cluster.view().engines) == 1)
+                assert mesh.metric("pdmesh_proxy_stream_breaks_total") == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_proxy_only_pings() -> None:
+    async def scenario() -> None:
+        decode = FakeEngine("decode")
+        async with fake_mesh(decode, extra={"heartbeat_interval_s": 0.1}):
+            before = decode.num_pings
+            await asyncio.sleep(0.55)
+            assert 3 <= decode.num_pings - before <= 7
+
+    asyncio.run(scenario())
