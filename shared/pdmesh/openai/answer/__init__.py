@@ -1,0 +1,1 @@
+"""From updates to the JSON and the events that clients see."""

@@ -1,0 +1,51 @@
+"""Reads a request's body within its bound and turns it into a schema, with every mistake a 400 that says what it is."""
+
+from typing import Any, TypeVar
+
+import pydantic_core
+from fastapi import Request
+from pydantic import ValidationError
+
+from pdmesh.errors import TooLarge
+from pdmesh.openai.http.errors import SchemaError, schema_error
+from pdmesh.openai.schemas import RequestBody
+
+BodyT = TypeVar("BodyT", bound=RequestBody)
+
+
+async def read_body(request: Request, schema: type[BodyT], max_bytes: int) -> tuple[BodyT, dict[str, Any]]:
+    """Return the body as `schema` and as it came. Raises TooLarge, SchemaError."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise SchemaError("Unsupported Media Type: Only 'application/json' is allowed", param="header.content-type")
+    return parse_body(await _read(request, max_bytes), schema)
+
+
+def parse_body(data: bytes, schema: type[BodyT]) -> tuple[BodyT, dict[str, Any]]:
+    try:
+        # Bounded in depth, unlike the standard library's parser.
+        raw = pydantic_core.from_json(data)
+    except ValueError as exc:
+        raise SchemaError(f"json_invalid: the body is not JSON: {exc}", param="body") from exc
+    if not isinstance(raw, dict):
+        raise SchemaError(f"the body must be a JSON object, not {type(raw).__name__}", param="body")
+    try:
+        return schema.model_validate(raw), raw
+    except ValidationError as exc:
+        raise schema_error(exc) from exc
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > max_bytes:
+            raise _too_large(max_bytes)
+    return bytes(data)
+
+
+def _too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"the request body is larger than {max_bytes} bytes", param="body")

@@ -1,0 +1,1 @@
+"""A request while it runs: deltas in, updates of choices out."""

@@ -1,0 +1,65 @@
+"""Reads several delta streams at once, one per prompt, through one bounded queue; leaving it ends them all."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from pdmesh.openai.generator import Generator, TokenRequest
+from pdmesh.protocol.messages import ChoiceDelta
+
+# Deltas that may wait for a slow client here; then the generator is no longer read and its own bound applies.
+MAX_WAITING_DELTAS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    error: Exception | None = None
+
+
+class MergedDeltas:
+    """Async context manager and iterator over (prompt index, delta). The first failure of any stream is raised."""
+
+    def __init__(self, generator: Generator, requests: list[TokenRequest]) -> None:
+        self._generator = generator
+        self._requests = requests
+        self._queue: asyncio.Queue[tuple[int, ChoiceDelta | _Ended]] = asyncio.Queue(MAX_WAITING_DELTAS)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_running = len(requests)
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._read(index)) for index in range(len(self._requests))]
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        # Waiting here is what guarantees that every request is aborted before its answer is over.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, ChoiceDelta]:
+        while self._num_running:
+            index, item = await self._queue.get()
+            if not isinstance(item, _Ended):
+                return index, item
+            if item.error is not None:
+                raise item.error
+            self._num_running -= 1
+        raise StopAsyncIteration
+
+    async def _read(self, index: int) -> None:
+        ended = _Ended()
+        try:
+            async with aclosing(self._generator.generate(self._requests[index])) as deltas:  # type: ignore[type-var]
+                async for delta in deltas:
+                    await self._queue.put((index, delta))
+        except Exception as exc:
+            # Not handled here but carried to whoever iterates.
+            ended = _Ended(exc)
+        await self._queue.put((index, ended))
