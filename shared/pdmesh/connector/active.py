@@ -3,6 +3,7 @@
 Shared by the connectors: the process's loop adds, polls and cancels; the connector's own thread does the work and reports.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -10,6 +11,8 @@ from enum import StrEnum
 
 from pdmesh.connector.base import Pull, PullResult
 from pdmesh.connector.pool import PoolShape
+
+FENCE_GRACE_S = 1.0
 
 
 class PullEnd(StrEnum):
@@ -33,8 +36,14 @@ class ActivePull:
         self.pull = pull
         self.started_s = time.monotonic()
         self.deadline_s = self.started_s + pull.deadline_s
+        self.fence_s = self.deadline_s + FENCE_GRACE_S
+        """When a connector whose reads cannot be taken back must make sure by force that they have ended."""
         self.cancelled = False
         self.peer_lost = False
+
+    def fence_soon(self) -> None:
+        """It should have ended now."""
+        self.fence_s = min(self.fence_s, time.monotonic() + FENCE_GRACE_S)
 
     def interruption(self) -> str:
         """Why it should stop now; empty when it may go on."""
@@ -102,9 +111,16 @@ class ActivePulls:
         """Return what ended since the last call; `fileno` falls silent."""
         with self._lock:
             results, self._results = self._results, []
-            if results and self._wake_fd >= 0:
-                os.eventfd_read(self._wake_fd)
+            if self._wake_fd >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
         return results
+
+    def notify(self) -> None:
+        """Make `fileno` readable though nothing ended."""
+        with self._lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def fileno(self) -> int:
         """Readable while `take` has something to return."""

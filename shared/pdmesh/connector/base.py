@@ -59,6 +59,11 @@ class WorkerConnector(ABC):
     def register(self, pool: KVPool) -> bytes:
         """Make `pool` the target of pulls and readable by peers; return the metadata that consumers of it need."""
 
+    def take_metadata(self) -> bytes | None:
+        """Metadata that replaces what `register` returned, once after each time it changed (a helper process had to be
+        started anew); ask after each `poll`. Peers connected so far must be connected again."""
+        return None
+
     @abstractmethod
     def connect(self, peer: PeerPool) -> None:
         """Prepare to pull from `peer`. Blocks at most 5 s. Raises HandshakeRefused when memory cannot be reached."""

@@ -1,0 +1,250 @@
+"""The engine's side of the NIXL helper process: starts it, talks to it, replaces it when it dies, and is its fence.
+
+One thread does all the socket's I/O, so that no call of the engine's loop waits for the helper. When a pull should have
+ended and the helper does not say that its read has, the helper is killed: no dead process writes to a block.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+
+from pdmesh.connector.active import ActivePulls, error_reason
+from pdmesh.connector.nixl_messages import (
+    AgentConnected,
+    ConnectAgent,
+    Frames,
+    HelperFailed,
+    HelperReady,
+    PullEnded,
+    Setup,
+    ToHelper,
+    frame,
+    from_helper_decoder,
+)
+from pdmesh.connector.pool import KVPool
+from pdmesh.errors import HandshakeRefused
+
+log = logging.getLogger(__name__)
+
+# Importing NIXL and opening UCX takes a second; a busy machine many.
+READY_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 4.5
+BACKOFF_MIN_S = 0.2
+BACKOFF_MAX_S = 10.0
+# A helper that lived this long starts the next one without waiting longer than the minimum.
+STABLE_S = 10.0
+
+UCX_DEFAULTS = {
+    # KV is host memory here; opening GPU and System V transports would only cost start-up and leave segments.
+    "UCX_TLS": "^cuda,rocm,sysv",
+    # A crash must end the process at once, not print and wait.
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_LOG_LEVEL": "error",
+    "NIXL_LOG_LEVEL": "ERROR",
+}
+"""Environment of the helper where the operator has set nothing; the engine's own stays as it is."""
+
+
+class NixlHelper:
+    """A supervised helper process over one pool. Everything but `run`'s internals is for the engine's thread."""
+
+    def __init__(self, pool: KVPool, peer_id: str, pulls: ActivePulls) -> None:
+        self._pool = pool
+        self._peer_id = peer_id
+        self._pulls = pulls
+        self._lock = threading.Lock()
+        self._outbox: deque[bytes] = deque()
+        self._connecting: dict[str, Future[str]] = {}
+        self._ready: Future[HelperReady] = Future()
+        self._restarted: HelperReady | None = None
+        self._closing = False
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # The process dies with the thread that starts it, so that thread lives as long as this object.
+        self._thread = threading.Thread(target=self._run, name="nixl-helper", daemon=True)
+        self._thread.start()
+
+    def ready(self) -> HelperReady:
+        """Wait for the first start. Raises RuntimeError with NIXL's own words when it cannot."""
+        return self._ready.result(READY_TIMEOUT_S)
+
+    def take_restarted(self) -> HelperReady | None:
+        """What peers need now, once after each restart."""
+        with self._lock:
+            restarted, self._restarted = self._restarted, None
+        return restarted
+
+    def send(self, message: ToHelper) -> None:
+        """Queue an order; never blocks."""
+        with self._lock:
+            self._outbox.append(frame(message))
+        self.wake()
+
+    def connect(self, message: ConnectAgent) -> None:
+        """Connect to a peer's agent; blocks at most 4.5 s. Raises HandshakeRefused."""
+        answer: Future[str] = Future()
+        with self._lock:
+            self._connecting[message.peer_id] = answer
+        self.send(message)
+        try:
+            error = answer.result(CONNECT_TIMEOUT_S)
+        except TimeoutError:
+            error = f"no answer within {CONNECT_TIMEOUT_S} s"
+        if error:
+            raise HandshakeRefused(f"NIXL cannot reach {message.peer_id}: {error}")
+
+    def wake(self) -> None:
+        """Make the thread look at the outbox and at the pulls' fences."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Kill the process and end all pulls."""
+        self._closing = True
+        self.wake()
+        self._thread.join()
+        os.close(self._wake_fd)
+
+    def _run(self) -> None:
+        """Keep a helper alive until closed."""
+        backoff_s = BACKOFF_MIN_S
+        while not self._closing:
+            started_s = time.monotonic()
+            try:
+                why = self._live()
+            except Exception as exc:  # the thread's top
+                log.exception("the NIXL helper process cannot be run")
+                why = str(exc)
+            self._fail_all(why)
+            if self._closing or not self._ready.done() or self._ready.exception() is not None:
+                break
+            backoff_s = BACKOFF_MIN_S if time.monotonic() - started_s > STABLE_S else min(2 * backoff_s, BACKOFF_MAX_S)
+            log.warning("the NIXL helper process ended (%s); starting another in %.1f s", why, backoff_s)
+            self._sleep(backoff_s)
+        if not self._ready.done():
+            self._ready.set_exception(RuntimeError("closed before it was ready"))
+
+    def _live(self) -> str:
+        """Run one process from start to end; says why it ended. It is dead when this returns."""
+        ours, theirs = socket.socketpair()
+        with ours, contextlib.ExitStack() as stack:
+            with theirs:
+                process = self._spawn(theirs)
+            stack.callback(_kill, process)
+            with self._lock:
+                # A second life begins with its set-up, whatever was queued meanwhile.
+                self._outbox.appendleft(frame(self._setup()))
+            why = self._converse(ours, process)
+            _kill(process)
+            return why
+
+    def _spawn(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
+        arguments = [str(theirs.fileno()), str(self._pool.fd), str(os.getpid())]
+        return subprocess.Popen(
+            [sys.executable, "-m", "pdmesh.connector.nixl_process", *arguments],
+            pass_fds=(theirs.fileno(), self._pool.fd),
+            env=UCX_DEFAULTS | dict(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
+        )
+
+    def _setup(self) -> Setup:
+        shape = self._pool.shape
+        # Peers tell agents apart by name: each life has its own.
+        name = f"{self._peer_id}/{secrets.token_hex(4)}"
+        return Setup(agent_name=name, num_blocks=shape.num_blocks, block_bytes=shape.block_bytes)
+
+    def _converse(self, connection: socket.socket, process: "subprocess.Popen[bytes]") -> str:
+        connection.setblocking(False)
+        frames, unsent = Frames(), b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_fd, selectors.EVENT_READ)
+            selector.register(connection, selectors.EVENT_READ)
+            while not self._closing:
+                with self._lock:
+                    unsent += b"".join(self._outbox)
+                    self._outbox.clear()
+                interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+                selector.modify(connection, interest)
+                fence_s = min((active.fence_s for active in self._pulls.all()), default=None)
+                now = time.monotonic()
+                if fence_s is not None and fence_s <= now:
+                    return "a read did not end in time, so it was killed"
+                for key, events in selector.select(None if fence_s is None else fence_s - now):
+                    if key.fd == self._wake_fd:
+                        with contextlib.suppress(BlockingIOError):
+                            os.eventfd_read(self._wake_fd)
+                        continue
+                    try:
+                        if events & selectors.EVENT_WRITE:
+                            unsent = unsent[connection.send(unsent) :]
+                        if events & selectors.EVENT_READ:
+                            data = connection.recv(1 << 16)
+                            if not data:
+                                return f"it ended with code {process.wait()}"
+                            for body in frames.feed(data):
+                                self._hear(body)
+                    except BlockingIOError:
+                        continue
+                    except OSError:
+                        return f"it ended with code {process.wait()}"
+        return "closed"
+
+    def _hear(self, body: bytes) -> None:
+        message = from_helper_decoder.decode(body)
+        match message:
+            case PullEnded():
+                self._pulls.finish(message.transfer_id, message.reason, message.num_bytes)
+            case AgentConnected():
+                self._answer(message.peer_id, message.error)
+            case HelperReady():
+                if not self._ready.done():
+                    self._ready.set_result(message)
+                    return
+                with self._lock:
+                    self._restarted = message
+                self._pulls.notify()
+            case HelperFailed():
+                log.error("NIXL cannot be used: %s", message.message)
+                if not self._ready.done():
+                    self._ready.set_exception(RuntimeError(message.message))
+
+    def _answer(self, peer_id: str, error: str) -> None:
+        with self._lock:
+            answer = self._connecting.pop(peer_id, None)
+        if answer is not None:
+            answer.set_result(error)
+
+    def _fail_all(self, why: str) -> None:
+        """End what the dead process was doing."""
+        with self._lock:
+            self._outbox.clear()
+            connecting = list(self._connecting)
+        for peer_id in connecting:
+            self._answer(peer_id, f"the helper process is gone: {why}")
+        for active in self._pulls.all():
+            reason = active.interruption() or error_reason(f"the NIXL helper process is gone: {why}")
+            self._pulls.finish(active.pull.transfer_id, reason)
+        if not self._ready.done():
+            self._ready.set_exception(RuntimeError(why))
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, but not longer than until `close`."""
+        end_s = time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_fd, selectors.EVENT_READ)
+            while not self._closing and (left_s := end_s - time.monotonic()) > 0:
+                if selector.select(left_s):
+                    os.eventfd_read(self._wake_fd)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()

@@ -1,0 +1,111 @@
+"""What an engine and its NIXL helper process say to each other over their socket pair: msgpack behind a 4-byte length."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+LENGTH_BYTES = 4
+
+# ---- engine -> helper ------------------------------------------------------------------------------
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """First message: what to register. The pool's descriptor is inherited."""
+
+    agent_name: str
+    num_blocks: int
+    block_bytes: int
+
+
+class ConnectAgent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answered by AgentConnected."""
+
+    peer_id: str
+    agent: bytes
+    base: int
+    header_bytes: int
+    """Bytes before the first block; the generation words are at their start."""
+    proof_address: int
+    proof: bytes
+
+
+class DisconnectAgent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    peer_id: str
+
+
+class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answered by PullEnded."""
+
+    transfer_id: str
+    peer_id: str
+    source_block_ids: list[int]
+    generations: list[int]
+    target_block_ids: list[int]
+    deadline_s: float
+    """Seconds that are left."""
+
+
+class CancelPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    transfer_id: str
+
+
+ToHelper = Setup | ConnectAgent | DisconnectAgent | StartPull | CancelPull
+
+# ---- helper -> engine ------------------------------------------------------------------------------
+
+
+class HelperReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The pool is registered; what peers need to read it."""
+
+    agent: bytes
+    base: int
+    proof_address: int
+    proof: bytes
+
+
+class HelperFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """NIXL cannot be used here."""
+
+    message: str
+
+
+class AgentConnected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    peer_id: str
+    error: str = ""
+
+
+class PullEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    transfer_id: str
+    reason: str
+    num_bytes: int
+
+
+FromHelper = HelperReady | HelperFailed | AgentConnected | PullEnded
+
+encode = msgspec.msgpack.Encoder().encode
+to_helper_decoder: msgspec.msgpack.Decoder[ToHelper] = msgspec.msgpack.Decoder(ToHelper)
+from_helper_decoder: msgspec.msgpack.Decoder[FromHelper] = msgspec.msgpack.Decoder(FromHelper)
+
+
+def frame(message: ToHelper | FromHelper) -> bytes:
+    """Encode one message for the socket."""
+    body = encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+class Frames:
+    """Cuts a byte stream back into message bodies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Add what was received; yields every body that is complete now."""
+        self._buffer += data
+        while len(self._buffer) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[LENGTH_BYTES:end])
+            del self._buffer[:end]
+            yield body

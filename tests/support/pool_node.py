@@ -1,0 +1,211 @@
+"""A process that owns a pool, lends it out over every connector and pulls from others; and the handle tests drive it with.
+
+Block contents name themselves: every 8-byte word of a block is `word_of(block_id, generation)`, so a test can tell from the
+bytes alone which block, at which generation, it has got.
+"""
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.connector.owner import PoolOwner
+from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
+from pdmesh.connector.registry import make_worker_connectors
+from pdmesh.lifecycle import grpc_server
+from pdmesh.parent import die_with_parent
+from pdmesh.protocol.offers import OfferTable
+from pdmesh.security import MeshSecret
+
+SECRET = "a secret of the tests"
+
+
+def word_of(block_id: int, generation: int) -> np.uint64:
+    """What every word of a block holds."""
+    return np.uint64((generation + (block_id + 1) * 0x9E3779B97F4A7C15) % (1 << 64))
+
+
+def write_block(pool: KVPool, block_id: int) -> None:
+    """Give a block new content as an engine does: first the generation, then the bytes."""
+    pool.bump([block_id])
+    pool.blocks[block_id].view(np.uint64)[:] = word_of(block_id, int(pool.generations[block_id]))
+
+
+def make_pool(shape: PoolShape, *, filled: bool) -> KVPool:
+    """Make a pool in this process."""
+    fd = create_pool_file("test")
+    size_pool_file(fd, shape)
+    pool = KVPool(fd, shape, writable=True)
+    os.close(fd)
+    if filled:
+        for block_id in range(shape.num_blocks):
+            write_block(pool, block_id)
+    return pool
+
+
+def wait_for(connector: WorkerConnector, num: int, timeout_s: float) -> list[PullResult]:
+    """Collect `num` results through `fileno`, as a core does; fewer when the time is over."""
+    results: list[PullResult] = []
+    end_s = time.monotonic() + timeout_s
+    while len(results) < num and (left_s := end_s - time.monotonic()) > 0:
+        if select.select([connector.fileno()], [], [], left_s)[0]:
+            results += connector.poll()
+    return results
+
+
+class Node:
+    """A running pool node, from a test's point of view."""
+
+    def __init__(self, process: "subprocess.Popen[str]", hello: dict[str, Any]) -> None:
+        self.process = process
+        self.peer_id: str = hello["peer_id"]
+        self.address: str = hello["address"]
+        self.shape = PoolShape(hello["num_blocks"], hello["block_bytes"])
+        self.first_generations: list[int] = hello["generations"]
+        """Of every block, when the node had started."""
+        self._metadata = {name: bytes.fromhex(value) for name, value in hello["connectors"].items()}
+
+    def pool_for(self, connector: str) -> PeerPool:
+        """What a consumer needs to connect."""
+        metadata = self.address.encode() if connector == "grpc" else self._metadata[connector]
+        return PeerPool(
+            peer_id=self.peer_id,
+            metadata=metadata,
+            num_blocks=self.shape.num_blocks,
+            block_bytes=self.shape.block_bytes,
+        )
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        """Have the node do something and return what it answers."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the node died at {command}"
+        return json.loads(line)
+
+    def generations(self, block_ids: list[int]) -> list[int]:
+        return [int(word) for word in self.ask("generations", block_ids=block_ids)]
+
+    def refresh(self) -> bool:
+        """Take over metadata that changed; whether any did."""
+        changed = {name: bytes.fromhex(value) for name, value in self.ask("metadata").items()}
+        self._metadata |= changed
+        return bool(changed)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def pool_node(
+    connectors: list[str], shape: PoolShape, peer_id: str = "owner@1", secret: str = SECRET
+) -> Iterator[Node]:
+    """Start a node and end it with the block."""
+    arguments = [json.dumps(connectors), str(shape.num_blocks), str(shape.block_bytes), peer_id, secret]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "support.pool_node", *arguments, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ) | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        hello = process.stdout.readline()
+        assert hello, "the node did not start"
+        yield Node(process, json.loads(hello))
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+class _Server:
+    """The node's own side."""
+
+    def __init__(self, names: list[str], shape: PoolShape, peer_id: str, secret: MeshSecret) -> None:
+        self.pool = make_pool(shape, filled=True)
+        self.connectors = make_worker_connectors(names, peer_id=peer_id, secret=secret)
+        self.metadata = {name: connector.register(self.pool) for name, connector in self.connectors.items()}
+        self._churning = False
+
+    def do(self, command: str, message: dict[str, Any]) -> Any:
+        match command:
+            case "generations":
+                return self.pool.generations_of(message["block_ids"])
+            case "write":
+                for block_id in message["block_ids"]:
+                    write_block(self.pool, block_id)
+            case "churn":
+                end_s = time.monotonic() + message["seconds"]
+                while time.monotonic() < end_s:
+                    for block_id in message["block_ids"]:
+                        write_block(self.pool, block_id)
+            case "metadata":
+                found = {name: connector.take_metadata() for name, connector in self.connectors.items()}
+                return {name: value.hex() for name, value in found.items() if value is not None}
+            case "connect":
+                peer = PeerPool(**message["peer"] | {"metadata": bytes.fromhex(message["peer"]["metadata"])})
+                self.connectors[message["connector"]].connect(peer)
+            case "start":
+                self.connectors[message["connector"]].start(Pull(**message["pull"]))
+            case "wait":
+                results = wait_for(self.connectors[message["connector"]], message["num"], message["timeout_s"])
+                return [result.reason for result in results]
+            case _:
+                raise ValueError(command)
+        return True
+
+
+async def _serve(names: list[str], shape: PoolShape, peer_id: str, secret: MeshSecret) -> None:
+    server = _Server(names, shape, peer_id, secret)
+    owner = PoolOwner(
+        peer_id=peer_id,
+        pool=server.pool,
+        offers=OfferTable(),
+        connectors=server.metadata,
+        model_fingerprint="model",
+        layout_fingerprints=["layout"],
+        on_ended=lambda ended: None,
+    )
+    async with grpc_server("127.0.0.1", 0, secret, lambda grpc: [owner.add_to(grpc)]) as port:
+        hello = {
+            "peer_id": peer_id,
+            "address": f"127.0.0.1:{port}",
+            "num_blocks": shape.num_blocks,
+            "block_bytes": shape.block_bytes,
+            "generations": server.pool.generations_of(list(range(shape.num_blocks))),
+            "connectors": {name: value.hex() for name, value in server.metadata.items()},
+        }
+        sys.stdout.write(json.dumps(hello) + "\n")
+        sys.stdout.flush()
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            message = json.loads(line)
+            answer = await asyncio.to_thread(server.do, message.pop("command"), message)
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[6]))
+    asyncio.run(
+        _serve(
+            json.loads(sys.argv[1]), PoolShape(int(sys.argv[2]), int(sys.argv[3])), sys.argv[4], MeshSecret(sys.argv[5])
+        )
+    )
