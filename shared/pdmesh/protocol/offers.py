@@ -1,10 +1,7 @@
-"""Offers and transfers of a pool's owner: two tables of (state, event) -> state, and the leases that end what nobody ends.
+"""All offers and transfers of a pool's owner, and the leases that end what nobody ends.
 
-An *offer* holds blocks for whoever has its ticket; a *transfer* is one consumer's attempt to read them. Neither does I/O:
-the owner's servicer calls in, and takes out what has ended with `take_ended`.
-
-    offer      OPEN ──seal──► SEALED ──release / lease──► CLOSING ──last transfer ends──► ENDED
-    transfer   OPEN ──begin──► READING ──► COMMITTED | FAILED | EXPIRED | ABORTED
+No I/O: the owner's servicer calls in, and takes out what has ended with `take_ended`. What may follow what stands in
+`states.py`.
 
 The promises, kept for every order of calls: a transfer ends exactly once; an offer's blocks are given back exactly once,
 and never while a transfer reads them within its lease; when all leases are over nothing is left.
@@ -15,11 +12,21 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
 from typing import TypeVar
 
 from pdmesh.errors import Forbidden, TransferFailed
 from pdmesh.protocol.messages import GroupBlocks
+from pdmesh.protocol.states import (
+    OFFER_TABLE,
+    TRANSFER_TABLE,
+    OfferEvent,
+    OfferState,
+    Reason,
+    TransferEvent,
+    TransferState,
+)
+
+__all__ = ["EndedOffer", "OfferState", "OfferTable", "OfferView", "Reason", "TransferState"]
 
 ValueT = TypeVar("ValueT")
 
@@ -31,72 +38,6 @@ RENEW_INTERVAL_S = 2.0
 """How often whoever needs an offer or a transfer renews it."""
 NUM_REMEMBERED = 4096
 """Ended offers and transfers that are remembered, so that a late call learns what became of them."""
-
-
-class OfferState(Enum):
-    OPEN = "open"
-    SEALED = "sealed"
-    CLOSING = "closing"
-    """Takes no new transfer; waits for those that read."""
-    ENDED = "ended"
-
-
-class OfferEvent(Enum):
-    SEAL = "seal"
-    CLOSE = "close"
-    """Released, or its lease is over."""
-    IDLE = "idle"
-    """No transfer reads from it."""
-
-
-class TransferState(Enum):
-    OPEN = "open"
-    READING = "reading"
-    COMMITTED = "committed"
-    FAILED = "failed"
-    EXPIRED = "expired"
-    ABORTED = "aborted"
-
-
-class TransferEvent(Enum):
-    BEGIN = "begin"
-    REFUSE = "refuse"
-    COMMIT = "commit"
-    FAIL = "fail"
-    EXPIRE = "expire"
-    ABORT = "abort"
-
-
-OFFER_TABLE: dict[tuple[OfferState, OfferEvent], OfferState] = {
-    (OfferState.OPEN, OfferEvent.SEAL): OfferState.SEALED,
-    (OfferState.OPEN, OfferEvent.CLOSE): OfferState.CLOSING,
-    (OfferState.SEALED, OfferEvent.CLOSE): OfferState.CLOSING,
-    (OfferState.CLOSING, OfferEvent.IDLE): OfferState.ENDED,
-}
-TRANSFER_TABLE: dict[tuple[TransferState, TransferEvent], TransferState] = {
-    (TransferState.OPEN, TransferEvent.BEGIN): TransferState.READING,
-    (TransferState.OPEN, TransferEvent.REFUSE): TransferState.FAILED,
-    (TransferState.READING, TransferEvent.COMMIT): TransferState.COMMITTED,
-    (TransferState.READING, TransferEvent.FAIL): TransferState.FAILED,
-    (TransferState.READING, TransferEvent.EXPIRE): TransferState.EXPIRED,
-    (TransferState.READING, TransferEvent.ABORT): TransferState.ABORTED,
-}
-
-
-class Reason(StrEnum):
-    """Why a begin is refused or an offer ended; the first word of the error's message."""
-
-    UNKNOWN = "unknown"
-    NOT_SEALED = "not_sealed"
-    RELEASED = "released"
-    EXPIRED = "expired"
-    COMMITTED = "committed"
-    """The offer was for one consumer, and that one has it."""
-    DIGEST = "digest"
-    STALE = "stale"
-    FOREIGN_BLOCKS = "foreign_blocks"
-    FOREIGN_TRANSFER = "foreign_transfer"
-    TRANSFER_ENDED = "transfer_ended"
 
 
 ABORT_REASONS = frozenset({"cancelled", "aborted"})

@@ -1,0 +1,329 @@
+"""Offers and transfers: every transfer ends once, every block is given back once and never too early, nothing stays open."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from pdmesh.errors import Forbidden, TransferFailed
+from pdmesh.protocol.messages import GroupBlocks
+from pdmesh.protocol.offers import OFFER_LEASE_S, TRANSFER_LEASE_S, OfferTable, Reason
+from pdmesh.protocol.states import (
+    OFFER_TABLE,
+    TRANSFER_TABLE,
+    OfferEvent,
+    OfferState,
+    TransferEvent,
+    TransferState,
+)
+
+DIGEST = b"d" * 32
+BLOCKS = [GroupBlocks(group=0, block_ids=[4, 7, 9], generations=[1, 2, 3])]
+ENDS = {TransferState.COMMITTED, TransferState.FAILED, TransferState.EXPIRED, TransferState.ABORTED}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def table(clock: Clock) -> OfferTable:
+    return OfferTable(clock)
+
+
+def opened(table: OfferTable, offer_id: str = "o", *, sealed: bool = True, release_on_commit: bool = False) -> str:
+    table.open(offer_id, request_id=f"r-{offer_id}", digest=DIGEST, release_on_commit=release_on_commit)
+    if sealed:
+        assert table.seal(offer_id, BLOCKS, 40)
+    return offer_id
+
+
+def ended(table: OfferTable) -> list[tuple[str, Reason]]:
+    return [(each.offer_id, each.reason) for each in table.take_ended()]
+
+
+def refusal(table: OfferTable, **changes: object) -> str:
+    arguments: dict[str, object] = {"transfer_id": "t2", "consumer_id": "c", "offer_id": "o", "digest": DIGEST}
+    with pytest.raises((TransferFailed, Forbidden)) as caught:
+        table.begin(**arguments | changes)  # type: ignore[arg-type]
+    return caught.value.message.partition(":")[0]
+
+
+def test_no_state_is_left_without_an_event_and_ends_are_final() -> None:
+    assert {state for state, _ in TRANSFER_TABLE} == set(TransferState) - ENDS
+    assert {state for state, _ in OFFER_TABLE} == set(OfferState) - {OfferState.ENDED}
+    assert {event for _, event in TRANSFER_TABLE} == set(TransferEvent)
+    assert {event for _, event in OFFER_TABLE} == set(OfferEvent)
+
+
+def test_a_transfer_sees_the_blocks_and_their_generations(table: OfferTable) -> None:
+    opened(table)
+    view = table.begin("t", "c", "o", DIGEST)
+    assert (view.groups, view.num_tokens) == (BLOCKS, 40)
+    wanted = [GroupBlocks(group=0, block_ids=[9, 4], generations=[])]
+    assert table.begin("t2", "c", "o", DIGEST, wanted).groups == [
+        GroupBlocks(group=0, block_ids=[9, 4], generations=[3, 1])
+    ]
+
+
+def test_beginning_twice_is_the_same_transfer(table: OfferTable) -> None:
+    opened(table)
+    assert table.begin("t", "c", "o", DIGEST) == table.begin("t", "c", "o", DIGEST)
+    assert table.num_transfers == 1
+    assert refusal(table, transfer_id="t", consumer_id="other") == Reason.FOREIGN_TRANSFER
+
+
+def test_each_refusal_says_why(table: OfferTable, clock: Clock) -> None:
+    assert refusal(table) == Reason.UNKNOWN
+    opened(table, sealed=False)
+    assert refusal(table, transfer_id="t3") == Reason.NOT_SEALED
+    table.seal("o", BLOCKS, 40)
+    assert refusal(table, transfer_id="t4", digest=b"x" * 32) == Reason.DIGEST
+    foreign = [GroupBlocks(group=0, block_ids=[5], generations=[])]
+    assert refusal(table, transfer_id="t5", groups=foreign) == Reason.FOREIGN_BLOCKS
+    stale = [GroupBlocks(group=0, block_ids=[4], generations=[9])]
+    assert refusal(table, transfer_id="t6", groups=stale) == Reason.STALE
+    assert refusal(table, transfer_id="t6") == Reason.TRANSFER_ENDED
+    table.release("o")
+    assert refusal(table, transfer_id="t7") == Reason.RELEASED
+    opened(table, "p")
+    clock.now += OFFER_LEASE_S
+    assert refusal(table, transfer_id="t8", offer_id="p") == Reason.EXPIRED
+    assert ended(table) == [("o", Reason.RELEASED), ("p", Reason.EXPIRED)]
+
+
+def test_released_blocks_stay_until_the_last_reader_is_done(table: OfferTable) -> None:
+    opened(table)
+    for transfer_id in ("t1", "t2"):
+        table.begin(transfer_id, "c", "o", DIGEST)
+    table.release("o")
+    assert refusal(table, transfer_id="t3") == Reason.RELEASED
+    assert table.end("t1", True)
+    assert ended(table) == []
+    assert table.end("t2", False, "stale")
+    assert ended(table) == [("o", Reason.RELEASED)]
+    assert table.num_open == table.num_transfers == 0
+    assert not table.end("t2", True)
+    assert table.transfers_ended[TransferState.COMMITTED] == 1
+
+
+def test_a_dead_readers_lease_gives_the_blocks_back(table: OfferTable, clock: Clock) -> None:
+    opened(table)
+    table.begin("t", "c", "o", DIGEST)
+    table.release("o")
+    clock.now += TRANSFER_LEASE_S - 0.1
+    table.expire()
+    assert ended(table) == []
+    clock.now += 0.1
+    assert table.next_deadline() == clock.now
+    table.expire()
+    assert ended(table) == [("o", Reason.RELEASED)]
+    assert not table.renew_transfer("t")
+    assert table.transfers_ended[TransferState.EXPIRED] == 1
+
+
+def test_renewed_transfers_keep_their_offer(table: OfferTable, clock: Clock) -> None:
+    opened(table)
+    table.begin("t", "c", "o", DIGEST)
+    for _ in range(20):
+        clock.now += 2.0
+        assert table.renew_transfer("t")
+    table.begin("t2", "d", "o", DIGEST)
+    assert table.num_open == 1
+
+
+def test_renewal_ends_with_the_request(table: OfferTable, clock: Clock) -> None:
+    opened(table)
+    table.begin("t", "c", "o", DIGEST, remaining_s=15.0)
+    clock.now += 8
+    assert table.renew_transfer("t")
+    clock.now += 7
+    assert not table.renew_transfer("t")
+
+
+def test_a_commit_ends_an_offer_made_for_one(table: OfferTable) -> None:
+    opened(table, release_on_commit=True)
+    table.begin("t", "c", "o", DIGEST)
+    table.begin("t2", "c", "o", DIGEST)
+    table.end("t", False, "timeout")
+    assert ended(table) == []
+    table.end("t2", True)
+    assert ended(table) == [("o", Reason.COMMITTED)]
+
+
+def test_the_lease_starts_at_the_seal(table: OfferTable, clock: Clock) -> None:
+    """A prompt may wait and compute for longer than a lease before there is anything to fetch."""
+    opened(table, sealed=False)
+    clock.now += 5 * OFFER_LEASE_S
+    assert table.renew("o")
+    assert table.seal("o", BLOCKS, 40)
+    clock.now += OFFER_LEASE_S - 0.1
+    assert table.renew("o")
+    clock.now += OFFER_LEASE_S
+    assert not table.renew("o")
+
+
+def test_sealing_what_has_ended_says_so(table: OfferTable) -> None:
+    opened(table, sealed=False)
+    table.release("o")
+    assert not table.seal("o", BLOCKS, 40)
+    assert not table.seal("never opened", BLOCKS, 40)
+    assert table.num_open == 0
+    assert table.take_ended()[0].groups == []
+
+
+def test_a_long_lease_in_front_hides_no_short_one_behind(table: OfferTable, clock: Clock) -> None:
+    table.open("long", request_id="r", digest=DIGEST, lease_s=1000.0)
+    table.seal("long", BLOCKS, 40)
+    opened(table, "short")
+    clock.now += OFFER_LEASE_S
+    table.expire()
+    assert ended(table) == [("short", Reason.EXPIRED)]
+
+
+def test_an_offer_id_is_used_once(table: OfferTable) -> None:
+    opened(table)
+    table.release("o")
+    with pytest.raises(ValueError, match="opened before"):
+        opened(table)
+
+
+@dataclass
+class Reader:
+    """What the model knows of a transfer."""
+
+    offer_id: str
+    lease_end_s: float
+
+
+@dataclass
+class Holder:
+    """What the model knows of an offer."""
+
+    sealed: bool = False
+    closed: bool = False
+    given_back: int = 0
+    readers: set[str] = field(default_factory=set)
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Any order of calls from proxies, consumers and the clock, beside a model that only counts."""
+
+    offers = Bundle("offers")
+    transfers = Bundle("transfers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.table = OfferTable(self.clock)
+        self.holders: dict[str, Holder] = {}
+        self.readers: dict[str, Reader] = {}
+        self.num_begun = 0
+
+    @rule(target=offers, lease_s=st.sampled_from([0.5, 10.0, 30.0]), release_on_commit=st.booleans())
+    def open(self, lease_s: float, release_on_commit: bool) -> str:
+        offer_id = f"o{len(self.holders)}"
+        self.table.open(
+            offer_id,
+            request_id="r",
+            digest=DIGEST,
+            lease_s=lease_s,
+            release_on_commit=release_on_commit,
+            seal_within_s=60.0,
+        )
+        self.holders[offer_id] = Holder()
+        return offer_id
+
+    @rule(offer_id=offers)
+    def seal(self, offer_id: str) -> None:
+        if self.table.seal(offer_id, BLOCKS, 40):
+            assert not self.holders[offer_id].sealed
+            self.holders[offer_id].sealed = True
+
+    @rule(target=transfers, offer_id=offers, right=st.booleans())
+    def begin(self, offer_id: str, right: bool) -> object:
+        transfer_id = f"t{self.num_begun}"
+        self.num_begun += 1
+        try:
+            self.table.begin(transfer_id, "c", offer_id, DIGEST if right else b"", None)
+        except TransferFailed:
+            return multiple()
+        holder = self.holders[offer_id]
+        assert right
+        assert holder.sealed
+        assert not holder.given_back
+        holder.readers.add(transfer_id)
+        self.readers[transfer_id] = Reader(offer_id, self.clock.now + TRANSFER_LEASE_S)
+        return transfer_id
+
+    @rule(transfer_id=transfers)
+    def renew_transfer(self, transfer_id: str) -> None:
+        reader = self.readers.get(transfer_id)
+        alive = reader is not None and reader.lease_end_s > self.clock.now
+        assert self.table.renew_transfer(transfer_id) == alive
+        if reader is not None and alive:
+            reader.lease_end_s = self.clock.now + TRANSFER_LEASE_S
+
+    @rule(transfer_id=transfers, committed=st.booleans(), reason=st.sampled_from(["", "stale", "cancelled"]))
+    def end(self, transfer_id: str, committed: bool, reason: str) -> None:
+        reader = self.readers.pop(transfer_id, None)
+        alive = reader is not None and reader.lease_end_s > self.clock.now
+        assert self.table.end(transfer_id, committed, reason) == alive
+
+    @rule(offer_id=offers)
+    def renew(self, offer_id: str) -> None:
+        if self.table.renew(offer_id):
+            assert not self.holders[offer_id].closed
+
+    @rule(offer_id=consumes(offers))
+    def release(self, offer_id: str) -> None:
+        self.table.release(offer_id)
+        self.holders[offer_id].closed = True
+
+    @rule(seconds=st.sampled_from([0.4, 2.0, 9.0, 31.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule()
+    def expire(self) -> None:
+        self.table.expire()
+        deadline = self.table.next_deadline()
+        assert deadline is None or deadline > self.clock.now
+
+    @invariant()
+    def blocks_are_given_back_once_and_never_under_a_reader(self) -> None:
+        for each in self.table.take_ended():
+            holder = self.holders[each.offer_id]
+            holder.given_back += 1
+            assert holder.given_back == 1
+            assert (each.groups == BLOCKS) == holder.sealed
+            reading = {id for id, reader in self.readers.items() if reader.offer_id == each.offer_id}
+            assert all(self.readers[id].lease_end_s <= self.clock.now for id in reading)
+
+    @invariant()
+    def every_begun_transfer_has_ended_once_or_reads(self) -> None:
+        assert self.table.transfers_ended.total() + self.table.num_transfers == self.num_begun
+
+    def teardown(self) -> None:
+        # The longest an unrenewed offer can live: its seal's deadline, then a lease.
+        self.clock.now += 100.0
+        self.table.expire()
+        self.blocks_are_given_back_once_and_never_under_a_reader()
+        assert self.table.num_open == self.table.num_transfers == 0
+        assert self.table.next_deadline() is None
+        assert all(holder.given_back == 1 for holder in self.holders.values())
+        assert self.table.transfers_ended.total() == self.num_begun
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
