@@ -1,7 +1,6 @@
 """An engine that is told to stop, or whose core or peer dies."""
 
 import asyncio
-import os
 import signal
 from typing import Any
 
@@ -13,7 +12,9 @@ from pdmesh.config import EngineConfig
 from pdmesh.engine.server.service import serve_engine
 from pdmesh.errors import ConfigError, Draining, InternalError, PeerUnavailable
 from pdmesh.lifecycle import Life
-from support.engines import RunningEngine, proxy_session, request, start_engines, tokens_of
+from pdmesh.protocol.ticket import unseal
+from pdmesh.security import MeshSecret
+from support.engines import SECRET, RunningEngine, proxy_session, request, start_engines, tokens_of
 
 
 def _core_of(before: set[int]) -> psutil.Process:
@@ -112,15 +113,10 @@ def test_a_stop_while_starting_ends_it(tiny_model: str) -> None:
         serving = asyncio.create_task(serve_engine(config, life, "decode"))
         await asyncio.sleep(0.3)
         life.stop()
-        await asyncio.wait_for(serving, 15)
+        await asyncio.wait_for(serving, 3)
 
     asyncio.run(body())
-    assert not psutil.Process(os.getpid()).children() or True
 
 
 def _offer_of(ticket: bytes) -> str:
-    from pdmesh.protocol.ticket import unseal
-    from pdmesh.security import MeshSecret
-    from support.engines import SECRET
-
     return unseal(ticket, MeshSecret(SECRET)).offer_id

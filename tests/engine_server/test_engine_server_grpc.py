@@ -41,6 +41,12 @@ async def _prefilled(session: ProxySession, made: GenerateRequest) -> tuple[list
     return deltas, deltas[-1].ticket
 
 
+async def _release(session: ProxySession, ticket: bytes) -> None:
+    """Let the ticket's offer go, and see that nothing stays behind."""
+    await session.tell(release_offers=[unseal(ticket, MeshSecret(SECRET)).offer_id])
+    await session.load(until=_idle)
+
+
 def test_describe_tells_model_layout_and_limits(pair: Any) -> None:
     async def body() -> pb.EngineInfo:
         async with proxy_session(pair.prefill.grpc) as session:
@@ -104,9 +110,7 @@ def test_ticket_flow_gives_the_tokens_of_one_engine(pair: Any, num_prompt: int) 
             assert told.kv_source == "shm"
             assert told.kv_bytes > 0
             assert told.cached_tokens == num_prompt
-            offer_id = unseal(ticket, MeshSecret(SECRET)).offer_id
-            await prefill.tell(release_offers=[offer_id])
-            await prefill.load(until=_idle)
+            await _release(prefill, ticket)
             await decode.load(until=_idle)
 
     pair.loop.run(body())
@@ -135,6 +139,7 @@ def test_two_choices_share_one_ticket(pair: Any) -> None:
                 )
             )
             assert [firsts[c] + tokens_of(rest, c) for c in (0, 1)] == expected
+            await _release(prefill, deltas[-1].ticket)
 
     pair.loop.run(body())
 
@@ -158,8 +163,7 @@ def test_a_prefill_serves_whole_requests_and_a_decode_prompts(pair: Any) -> None
         async with proxy_session(pair.decode.grpc) as session:
             deltas, ticket = await _prefilled(session, made)
             assert tokens_of(deltas) == expected[:1]
-            await session.tell(release_offers=[unseal(ticket, MeshSecret(SECRET)).offer_id])
-            await session.load(until=_idle)
+            await _release(session, ticket)
 
     pair.loop.run(body())
 
@@ -177,6 +181,7 @@ def test_a_forged_ticket_is_forbidden(pair: Any) -> None:
                         request(f"forged-{number}", token_ids=made.token_ids, ticket=forged, emitted=[[5]])
                     )
             await decode.load(until=_idle)
+            await _release(prefill, ticket)
 
     pair.loop.run(body())
 
@@ -189,8 +194,7 @@ def test_a_ticket_for_another_prompt_or_an_ended_offer_fails(pair: Any) -> None:
             first = tokens_of(deltas)
             with pytest.raises(TransferFailed, match="another request"):
                 await decode.run(request("other", num_prompt=41, ticket=ticket, emitted=[first]))
-            await prefill.tell(release_offers=[unseal(ticket, MeshSecret(SECRET)).offer_id])
-            await prefill.load(until=_idle)
+            await _release(prefill, ticket)
             with pytest.raises(TransferFailed, match="released"):
                 await decode.run(request("late", token_ids=made.token_ids, ticket=ticket, emitted=[first]))
             await decode.load(until=_idle)

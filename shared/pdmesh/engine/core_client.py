@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 SILENCE_TIMEOUT_S = 900.0
 # A step may be under way when Shutdown arrives.
 SHUTDOWN_GRACE_S = 10.0
+# One that says why it cannot start is ending by itself.
+LOADING_GRACE_S = 0.2
 # What a dead core had sent is on its way through a thread of ZMQ.
 LAST_WORDS_S = 0.2
 
@@ -45,6 +47,7 @@ class CoreClient:
         self._engine_id = engine_id
         self._epoch = epoch
         self._on_progress = on_progress
+        self._has_started = False
         self._closing = contextlib.AsyncExitStack()
         self._channel: CoreChannel
         self._process: asyncio.subprocess.Process
@@ -59,6 +62,7 @@ class CoreClient:
             await self._spawn()
             opening.push_async_callback(self._end)
             self.ready = await self._become_ready()
+            self._has_started = True
             self._closing = opening.pop_all()
         return self
 
@@ -160,10 +164,12 @@ class CoreClient:
     async def _end(self) -> None:
         self.send(Shutdown())
         try:
-            async with asyncio.timeout(SHUTDOWN_GRACE_S):
+            # A core that still loads reads no messages, and has nothing to finish.
+            async with asyncio.timeout(SHUTDOWN_GRACE_S if self._has_started else LOADING_GRACE_S):
                 await asyncio.shield(self._death)
         except TimeoutError:
-            log.warning("the engine core did not stop within %.0f s and is killed", SHUTDOWN_GRACE_S)
+            if self._has_started:
+                log.warning("the engine core did not stop within %.0f s and is killed", SHUTDOWN_GRACE_S)
         finally:
             if self.alive:
                 self._process.kill()
