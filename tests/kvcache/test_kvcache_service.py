@@ -46,6 +46,7 @@ def test_what_is_stored_is_found_and_read_by_another_engine() -> None:
 
     asyncio.run(scenario(("shm",)))
     asyncio.run(scenario(("grpc",)))
+    asyncio.run(scenario(("nixl",)))
 
 
 def test_blocks_that_the_engine_reused_are_dropped_and_those_before_them_kept() -> None:

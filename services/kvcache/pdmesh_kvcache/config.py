@@ -40,7 +40,7 @@ class KVCacheConfig(ServiceConfig):
     """Seconds after which a block in Valkey expires unless it is written or fetched again."""
     valkey_max_bytes: int = Field(default=4 << 30, ge=1 << 16, le=1 << 50)
     """Most bytes of blocks kept in Valkey; the ones used longest ago go first. Holds besides any `maxmemory` there."""
-    valkey_timeout_s: float = Field(default=0.5, gt=0, le=60)
+    valkey_timeout_s: float = Field(default=2.0, gt=0, le=60)
     """Longest wait for a connection or for one batch; then Valkey counts as down until it answers a ping."""
     valkey_batch_bytes: int = Field(default=8 << 20, ge=1 << 16, le=256 << 20)
     """Bytes that are fetched or written in one round trip."""
