@@ -16,6 +16,8 @@ from pdmesh.errors import MeshError
 log = logging.getLogger(__name__)
 
 PEER_LOST = "peer_lost"
+# A connect that hangs longer is left to end with the process.
+CONNECT_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,10 @@ class Links:
         self._orders.put(None)
         for connector in self._connectors.values():
             connector.close()
+        if self._thread.is_alive():
+            self._thread.join(timeout=CONNECT_GRACE_S)
+        if not self._thread.is_alive():
+            os.close(self._wake_fd)
 
     def _refuse(self, pull: Pull, connector: str, reason: str) -> None:
         result = PullResult(transfer_id=pull.transfer_id, reason=reason, num_bytes=0, duration_s=0.0)

@@ -1,0 +1,245 @@
+"""Pulls between two cores over the real shm connector: same tokens, and every failure ends in its policy."""
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from pdmesh.connector.shm import ShmConnector
+from pdmesh.engine.messages import (
+    Abort,
+    ConnectPeer,
+    DisconnectPeer,
+    OfferSealed,
+    TransferEnded,
+)
+from pdmesh.protocol.messages import KVSource
+from pdmesh.security import MeshSecret
+from support.core_harness import CoreHarness, make_add
+from support.fake_backend import VOCAB_SIZE, expected_tokens
+
+SECRET = MeshSecret("x" * 32)
+
+
+def prompt_of(length: int) -> list[int]:
+    generator = random.Random(length)
+    return [generator.randrange(2, VOCAB_SIZE) for _ in range(length)]
+
+
+def make_core(peer_id: str, **options: int) -> CoreHarness:
+    return CoreHarness(connectors={"shm": ShmConnector(peer_id, SECRET)}, **options)
+
+
+def connect(consumer: CoreHarness, owner: CoreHarness, peer_id: str) -> None:
+    order = ConnectPeer(
+        peer_id=peer_id,
+        connector="shm",
+        metadata=owner.metadata["shm"],
+        num_blocks=owner.pool.shape.num_blocks,
+        block_bytes=owner.pool.shape.block_bytes,
+    )
+    assert consumer.connect(order).error == ""
+
+
+@pytest.fixture
+def pair() -> tuple[CoreHarness, CoreHarness]:
+    prefill, decode = make_core("p@1"), make_core("d@1")
+    connect(decode, prefill, "p@1")
+    return prefill, decode
+
+
+def prefill_prompt(core: CoreHarness, prompt: list[int], **options: object) -> OfferSealed:
+    core.add(prompt, prefill_only=True, offer_id="offer", **options)
+    core.run()
+    [sealed] = [each for output in core.outputs for each in output.sealed]
+    return sealed
+
+
+def source_of(sealed: OfferSealed, **changes: object) -> KVSource:
+    source = KVSource(transfer_id="t", peer_id="p@1", groups=sealed.groups, num_tokens=sealed.num_tokens)
+    return msgspec.structs.replace(source, **changes)
+
+
+def ended(core: CoreHarness) -> list[TransferEnded]:
+    return [each for output in core.outputs for each in output.transfers]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 63, 150])
+def test_a_pulled_prompt_goes_on_at_token_two(pair: tuple[CoreHarness, CoreHarness], length: int) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(length)
+    sealed = prefill_prompt(prefill, prompt)
+    decode.add(prompt, emitted=[prefill.tokens()], source=source_of(sealed))
+    decode.run()
+    assert prefill.tokens() + decode.tokens() == expected_tokens(prompt, 8)
+    first = decode.deltas_of()[0]
+    assert (first.cached_tokens, first.kv_source) == (length, "shm")
+    assert first.kv_bytes == -(-length // 4) * decode.pool.shape.block_bytes
+    [transfer] = ended(decode)
+    assert (transfer.committed, transfer.transfer_id, transfer.peer_id) == (True, "t", "p@1")
+    # Nothing of the prompt was computed here.
+    assert decode.backend.steps[0].context_len.tolist() == [length]
+
+
+def test_pulled_blocks_serve_later_prompts(pair: tuple[CoreHarness, CoreHarness]) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(17)
+    sealed = prefill_prompt(prefill, prompt)
+    decode.add(prompt, emitted=[prefill.tokens()], source=source_of(sealed))
+    decode.run()
+    decode.add([*prompt, 9, 9], "next")
+    decode.run()
+    assert decode.tokens("next") == expected_tokens([*prompt, 9, 9], 8)
+    assert decode.deltas_of("next")[0].cached_tokens == 16
+
+
+@pytest.mark.parametrize(("length", "num_pulled"), [(17, 1), (16, 0), (22, 2)])
+def test_only_what_is_not_here_is_pulled(pair: tuple[CoreHarness, CoreHarness], length: int, num_pulled: int) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(length)
+    decode.add(prompt[:17], "warm", max_tokens=1)
+    decode.run()
+    sealed = prefill_prompt(prefill, prompt)
+    decode.add(prompt, emitted=[prefill.tokens()], source=source_of(sealed))
+    decode.run()
+    assert prefill.tokens() + decode.tokens() == expected_tokens(prompt, 8)
+    [transfer] = ended(decode)
+    assert (transfer.committed, transfer.num_bytes) == (True, num_pulled * decode.pool.shape.block_bytes)
+
+
+@pytest.mark.parametrize("length", [1, 4, 16, 18])
+def test_the_stock_flow_recomputes_the_last_token(pair: tuple[CoreHarness, CoreHarness], length: int) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(length)
+    sealed = prefill_prompt(prefill, prompt, max_tokens=1)
+    decode.add(prompt, source=source_of(sealed), recompute_last=True)
+    decode.run()
+    assert decode.tokens() == expected_tokens(prompt, 8)
+    assert decode.backend.steps[0].context_len.tolist() == [length - 1]
+    assert decode.deltas_of()[0].kv_source == "shm"
+
+
+def test_a_tier_hit_brings_full_blocks_and_the_rest_is_computed(pair: tuple[CoreHarness, CoreHarness]) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(20)
+    sealed = prefill_prompt(prefill, prompt)
+    # All of the prompt's blocks are full: its last token still has to be computed.
+    decode.add(prompt, source=source_of(sealed), offer_id="next", store_to_tier=True)
+    decode.run()
+    assert decode.tokens() == expected_tokens(prompt, 8)
+    assert decode.deltas_of()[0].kv_source == "tier"
+    assert decode.deltas_of()[0].cached_tokens == 19
+    assert [each.num_tokens for output in decode.outputs for each in output.sealed] == [20]
+    # The last block was recomputed in part only; there is nothing new for the tier but it.
+    assert sum(len(each.keys) for output in decode.outputs for each in output.computed) <= 1
+
+
+def break_generation(prefill: CoreHarness, sealed: OfferSealed) -> None:
+    prefill.pool.bump(sealed.groups[0].block_ids[-1:])
+
+
+def lose_peer(prefill: CoreHarness, sealed: OfferSealed) -> None:
+    CoreHarness.opened[-1].send(DisconnectPeer(peer_id="p@1"))
+
+
+@pytest.mark.parametrize(("fault", "reason"), [(break_generation, "stale"), (lose_peer, "peer_lost")])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_failed_pull_ends_in_the_policy(
+    pair: tuple[CoreHarness, CoreHarness],
+    fault: Callable[[CoreHarness, OfferSealed], None],
+    reason: str,
+    policy: str,
+) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(17)
+    sealed = prefill_prompt(prefill, prompt)
+    fault(prefill, sealed)
+    decode.add(prompt, emitted=[prefill.tokens()], source=source_of(sealed, fail_policy=policy))
+    decode.run()
+    [transfer] = ended(decode)
+    assert (transfer.committed, transfer.reason) == (False, reason)
+    if policy == "recompute":
+        assert prefill.tokens() + decode.tokens() == expected_tokens(prompt, 8)
+        assert decode.deltas_of()[0].kv_source == f"recompute:{reason}"
+        assert decode.deltas_of()[0].cached_tokens == 0
+    else:
+        [delta] = decode.deltas_of()
+        assert (delta.error_code, delta.token_ids) == ("TransferFailed", [])
+    assert decode.num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"num_tokens": 40}, "mismatch"), ({"num_tokens": 12}, "mismatch"), ({"first_block": 1}, "mismatch")],
+)
+def test_a_source_that_does_not_fit_is_not_pulled(
+    pair: tuple[CoreHarness, CoreHarness], changes: dict[str, object], reason: str
+) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(17)
+    sealed = prefill_prompt(prefill, prompt)
+    decode.add(prompt, emitted=[prefill.tokens()], source=source_of(sealed, **changes))
+    decode.run()
+    assert [each.reason for each in ended(decode)] == [reason]
+    assert prefill.tokens() + decode.tokens() == expected_tokens(prompt, 8)
+
+
+def test_blocks_of_an_aborted_pull_stay_until_it_has_ended(pair: tuple[CoreHarness, CoreHarness]) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(17)
+    sealed = prefill_prompt(prefill, prompt)
+    scheduler = decode.scheduler
+    scheduler.add(make_add(prompt, emitted=[prefill.tokens()], source=source_of(sealed)))
+    assert not scheduler.schedule().rows
+    assert decode.num_used == 5
+    scheduler.abort("r")
+    scheduler.state.check_integrity()
+    assert decode.num_used == 5
+    decode.run()
+    assert decode.finish_reason() == "abort"
+    [transfer] = ended(decode)
+    assert not transfer.committed
+    assert decode.num_used == 0
+
+
+def test_every_source_ends_when_its_request_ends_first(pair: tuple[CoreHarness, CoreHarness]) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(17)
+    sealed = prefill_prompt(prefill, prompt)
+    decode.add(prompt, "waits", emitted=[[5]], source=source_of(sealed, transfer_id="a"))
+    decode.send(Abort(request_id="waits"))
+    decode.add([], "bad", source=source_of(sealed, transfer_id="b"))
+    decode.run()
+    assert {each.transfer_id: each.reason for each in ended(decode)} == {"a": "aborted", "b": "refused"}
+
+
+def test_others_decode_while_a_pull_runs(pair: tuple[CoreHarness, CoreHarness]) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(40)
+    sealed = prefill_prompt(prefill, prompt)
+    decode.add(prompt_of(3), "other", max_tokens=3)
+    decode.add(prompt, emitted=[prefill.tokens()], source=source_of(sealed))
+    decode.run()
+    assert decode.tokens("other") == expected_tokens(prompt_of(3), 3)
+    assert prefill.tokens() + decode.tokens() == expected_tokens(prompt, 8)
+
+
+def test_resuming_several_choices_from_one_ticket(pair: tuple[CoreHarness, CoreHarness]) -> None:
+    prefill, decode = pair
+    prompt, options = prompt_of(18), {"temperature": 1.1, "seed": 9, "n": 3}
+    sealed = prefill_prompt(prefill, prompt, **options)
+    emitted = [prefill.tokens(choice=choice) for choice in (0, 2)]
+    decode.add(prompt, choices=[0, 2], emitted=emitted, source=source_of(sealed), **options)
+    decode.run()
+    whole = CoreHarness()
+    whole.add(prompt, **options)
+    whole.run()
+    for choice in (0, 2):
+        assert prefill.tokens(choice=choice) + decode.tokens(choice=choice) == whole.tokens(choice=choice)
+
+
+def test_connecting_over_a_connector_that_is_not_there_is_answered() -> None:
+    core = make_core("d@1")
+    answer = core.connect(ConnectPeer(peer_id="p@1", connector="nixl", metadata=b"", num_blocks=1, block_bytes=1))
+    assert "no connector nixl" in answer.error

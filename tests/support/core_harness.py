@@ -1,0 +1,158 @@
+"""A whole engine core in this thread: real scheduler, pool, sampler, links and loop, over the fake backend."""
+
+import os
+import select
+from collections.abc import Iterable
+from typing import ClassVar
+
+from pdmesh.connector.base import WorkerConnector
+from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
+from pdmesh.engine.admission import Limits
+from pdmesh.engine.backend import ProgressCallback
+from pdmesh.engine.block_key import root_key
+from pdmesh.engine.block_pool import BlockPool
+from pdmesh.engine.core import Core
+from pdmesh.engine.kv_manager import KVGroup, KVManager
+from pdmesh.engine.links import Links
+from pdmesh.engine.messages import AddRequest, ConnectPeer, FromCore, PeerConnected, Shutdown, StepOutput, ToCore
+from pdmesh.engine.runner import Runner
+from pdmesh.engine.scheduler import Scheduler
+from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, SamplingParams
+from support.fake_backend import FakeBackend
+
+
+class CoreHarness:
+    """Send messages, let the core run until it would sleep, look at what it said."""
+
+    opened: ClassVar[list["CoreHarness"]] = []
+    """All that a test made; its conftest closes them."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        enable_prefix_caching: bool = True,
+        connectors: dict[str, WorkerConnector] | None = None,
+        **limits: int,
+    ) -> None:
+        self.backend = FakeBackend(block_size)
+        info = self.backend.load("", "auto", None, ProgressCallback())
+        spec = info.groups[0]
+        shape = PoolShape(num_blocks, spec.block_bytes)
+        fd = create_pool_file("test")
+        size_pool_file(fd, shape)
+        self.pool = KVPool(fd, shape, writable=True)
+        os.close(fd)
+        # What was in memory before must never be read.
+        self.pool.blocks[:] = 0xAB
+        self.backend.bind(self.pool)
+        self.connectors = connectors or {}
+        self.metadata = {name: connector.register(self.pool) for name, connector in self.connectors.items()}
+        self.links = Links(self.connectors)
+        group = KVGroup(
+            blocks=BlockPool(num_blocks, self.pool),
+            block_size=block_size,
+            root=root_key(info.fingerprint, spec.fingerprint, 0),
+        )
+        eos = frozenset(info.eos_token_ids)
+        values = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "max_model_len": 200} | limits
+        self.scheduler = Scheduler(
+            KVManager([group], enable_prefix_caching=enable_prefix_caching),
+            Limits(vocab_size=info.vocab_size, eos_token_ids=eos, **values),
+        )
+        self.sent: list[FromCore] = []
+        self._inbox = _ScriptedInbox()
+        self.opened.append(self)
+        self._core = Core(self.scheduler, Runner(self.backend, eos), self.links, self._inbox, self.sent.append)
+
+    def send(self, *messages: ToCore) -> None:
+        self._inbox.messages += messages
+
+    def add(self, prompt: list[int], request_id: str = "r", **options: object) -> None:
+        """Queue a request; options are split between AddRequest, GenerateRequest and SamplingParams by name."""
+        self.send(make_add(prompt, request_id, **options))
+
+    def run(self, *messages: ToCore) -> list[FromCore]:
+        """Let the core work until it would sleep with nothing under way; return what it said meanwhile."""
+        self.send(*messages)
+        self._inbox.links = self.links
+        self._inbox.scheduler = self.scheduler
+        start = len(self.sent)
+        self._core._is_stopping = False
+        self._core.run()
+        self.scheduler.state.check_integrity()
+        return self.sent[start:]
+
+    def connect(self, order: ConnectPeer) -> PeerConnected:
+        """Have a peer connected and return the answer."""
+        self.send(order)
+        for _ in range(10):
+            answers = [message for message in self.run() if isinstance(message, PeerConnected)]
+            if answers:
+                return answers[0]
+            select.select(self.links.descriptors, [], [], 1)
+        raise AssertionError("connecting was not answered")
+
+    @property
+    def outputs(self) -> list[StepOutput]:
+        return [message for message in self.sent if isinstance(message, StepOutput)]
+
+    @property
+    def deltas(self) -> list[ChoiceDelta]:
+        return [delta for output in self.outputs for delta in output.deltas]
+
+    def tokens(self, request_id: str = "r", choice: int = 0) -> list[int]:
+        deltas = self.deltas_of(request_id, choice)
+        return [token for delta in deltas for token in delta.token_ids]
+
+    def deltas_of(self, request_id: str = "r", choice: int = 0) -> list[ChoiceDelta]:
+        return [delta for delta in self.deltas if (delta.request_id, delta.choice) == (request_id, choice)]
+
+    def finish_reason(self, request_id: str = "r", choice: int = 0) -> str:
+        return self.deltas_of(request_id, choice)[-1].finish_reason
+
+    @property
+    def num_used(self) -> int:
+        return self.scheduler.state.kv.num_used
+
+    def close(self) -> None:
+        self.opened.remove(self)
+        self.links.close()
+        self.backend.close()
+        self.pool.close()
+
+
+def make_add(prompt: list[int], request_id: str = "r", **options: object) -> AddRequest:
+    """Make an AddRequest; greedy and without an end at EOS unless told otherwise."""
+    fields: dict[type, dict[str, object]] = {SamplingParams: {}, GenerateRequest: {}, AddRequest: {}}
+    for name, value in options.items():
+        owner = next(owner for owner in fields if name in owner.__struct_fields__)
+        fields[owner][name] = value
+    sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 8} | fields[SamplingParams])
+    choices = list(range(sampling.n))
+    request = GenerateRequest(
+        **{"request_id": request_id, "token_ids": prompt, "sampling": sampling, "choices": choices}
+        | fields[GenerateRequest]
+    )
+    return AddRequest(request=request, **fields[AddRequest])
+
+
+class _ScriptedInbox:
+    """Messages put in by the test; when the core would sleep for good, it is told to stop."""
+
+    def __init__(self) -> None:
+        self.messages: list[ToCore] = []
+        self.links: Links
+        self.scheduler: Scheduler
+
+    def drain(self) -> Iterable[ToCore]:
+        taken, self.messages = self.messages, []
+        return taken
+
+    def wait(self, descriptors: list[int]) -> None:
+        is_busy = self.scheduler.state.ledger.num_loads > 0
+        readable, _, _ = select.select(descriptors, [], [], 10 if is_busy else 0)
+        if not readable:
+            assert not is_busy, "a pull did not end"
+            self.messages.append(Shutdown())
