@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 ServiceConfigT = TypeVar("ServiceConfigT", bound=ServiceConfig)
 
+HTTP_BACKLOG = 2048
 # One frame may carry a 1 M token prompt (4 MB as varints) or a chunk of KV blocks.
 GRPC_MAX_MESSAGE_BYTES = 64 << 20
 GRPC_OPTIONS: list[tuple[str, Any]] = [
@@ -149,6 +150,8 @@ def advertised_host(config: ServiceConfig) -> str:
 async def http_server(app: Any, host: str, port: int) -> AsyncIterator[int]:
     """Serve an ASGI app; yields the bound port. Raises ConfigError when the port is taken. Closing waits for no client."""
     bound = _bind(host, port)
+    # From here on clients can connect; they wait in the backlog until uvicorn has started.
+    bound.listen(HTTP_BACKLOG)
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -1,10 +1,10 @@
 from collections.abc import Iterator
 
 import pytest
-from support.api_server import ApiServer, api_server
 
 from pdmesh.models.source import DEMO_MODEL
 from pdmesh.openai.text import TextModel, load_text_model
+from support.api_server import ApiServer, api_server
 
 
 @pytest.fixture(scope="session")

@@ -1,29 +1,14 @@
 """/v1/completions through real sockets and the real client."""
 
-import json
-from typing import Any
-
-import httpx
 import pytest
-from support.api_server import ApiServer, api_server
-from support.echo_generator import EchoGenerator
 
 from pdmesh.openai.text import TextModel
+from support.api_server import ApiServer, api_server
+from support.echo_generator import EchoGenerator
+from support.sse import chunks_of, stream_frames
 
 REPLY = "The capital of France"
 PROMPT = "Which city is it?"
-
-
-def stream_frames(server: ApiServer, path: str, body: dict[str, Any]) -> list[str]:
-    """All server-sent events of an answer, comments included, as they came."""
-    with server.http() as client, client.stream("POST", path, json={**body, "stream": True}) as answer:
-        assert answer.status_code == 200, answer.read()
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        return [frame for frame in answer.read().decode().split("\n\n") if frame]
-
-
-def chunks_of(frames: list[str]) -> list[dict[str, Any]]:
-    return [json.loads(frame[6:]) for frame in frames if frame.startswith("data: {")]
 
 
 def test_a_completion_has_text_usage_and_route(shared_server: ApiServer) -> None:
@@ -262,8 +247,16 @@ def test_a_seed_is_drawn_where_none_is_given(text: TextModel) -> None:
 def test_sampling_reaches_the_engine_resolved(text: TextModel) -> None:
     with api_server(text) as server:
         body = {
-            **{"prompt": "x", "temperature": 0.001, "top_k": -1, "top_p": None, "logit_bias": {"5": 1000, "6": -1000}},
-            **{"stop_token_ids": [3, 3], "bad_words": ["Paris"], "max_tokens": 4.0, "best_of": 1, "n": None},
+            "prompt": "x",
+            "temperature": 0.001,
+            "top_k": -1,
+            "top_p": None,
+            "logit_bias": {"5": 1000, "6": -1000},
+            "stop_token_ids": [3, 3],
+            "bad_words": ["Paris"],
+            "max_tokens": 4.0,
+            "best_of": 1,
+            "n": None,
         }
         assert server.post("/v1/completions", body).status_code == 200
         sampling = server.generator.requests[0].sampling
@@ -307,7 +300,7 @@ def test_cached_tokens_are_those_of_the_first_delta(text: TextModel) -> None:
 def test_unknown_fields_are_ignored_and_counted(text: TextModel) -> None:
     with api_server(text) as server:
         assert server.post("/v1/completions", {"prompt": "x", "nonsense": 1, "user": "me"}).status_code == 200
-        metrics = httpx.get(f"{server.url}/metrics").text
+        metrics = server.raw("GET", "/metrics").text
         assert "pdmesh_api_unknown_fields_total 1.0" in metrics
         assert 'http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 1.0' in metrics
         assert 'pdmesh_api_requests_total{outcome="ok"} 1.0' in metrics

@@ -4,38 +4,45 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from fastapi import FastAPI
-from openai import OpenAI
 from prometheus_client import CollectorRegistry
-from support.echo_generator import EchoGenerator
 
+from openai import OpenAI
 from pdmesh.config import HttpConfig
 from pdmesh.lifecycle import http_server
 from pdmesh.openai.app import create_app
 from pdmesh.openai.generator import Generator
 from pdmesh.openai.serving import Role
 from pdmesh.openai.text import TextModel
+from support.echo_generator import EchoGenerator
 
 
-@dataclass(frozen=True)
 class ApiServer:
-    """Where it listens, and what is behind it."""
+    """Where it listens, what is behind it, and ways to call it."""
 
-    url: str
-    generator: EchoGenerator
+    def __init__(self, url: str, generator: EchoGenerator) -> None:
+        self.url = url
+        self.generator = generator
+        self._http = self.http()
+
+    def http(self) -> httpx.Client:
+        # Loading the certificate store, which nothing here needs, takes longer than most tests.
+        return httpx.Client(base_url=self.url, timeout=20, verify=False)
 
     def client(self, api_key: str = "none") -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=20)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, http_client=self.http())
 
-    def http(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20, **options)  # type: ignore[arg-type]
+    def raw(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return self._http.request(method, path, **options)
 
     def post(self, path: str, body: object, headers: dict[str, str] | None = None) -> httpx.Response:
-        with self.http() as client:
-            return client.post(path, json=body, headers=headers)
+        return self._http.post(path, json=body, headers=headers)
+
+    def close(self) -> None:
+        self._http.close()
 
 
 @contextmanager
@@ -50,7 +57,11 @@ def api_server(
     behind = generator or EchoGenerator()
     app = make_app(text, behind, role=role, config=config)
     with serve_in_thread(app) as url:
-        yield ApiServer(url, behind)
+        server = ApiServer(url, behind)
+        try:
+            yield server
+        finally:
+            server.close()
 
 
 def make_app(

@@ -1,0 +1,238 @@
+"""Everything that must be refused, and how: status, envelope, the field's name. Ranges are those of vLLM 0.32."""
+
+import http.client
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import openai
+from pdmesh.config import HttpConfig
+from pdmesh.errors import InvalidRequest, NotFound, Overloaded, PeerUnavailable
+from pdmesh.openai.text import TextModel
+from support.api_server import ApiServer, api_server
+from support.echo_generator import EchoGenerator
+
+BASE = {"model": "echo", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+HUGE_BIAS = {str(token_id): 1 for token_id in range(5000)}
+
+RANGES: list[tuple[str, Any]] = [
+    *[("n", value) for value in (0, 16385, -1, 2, 1.5, "2", True)],
+    *[("temperature", value) for value in (-0.1, 2.01, float("nan"), float("inf"), "0", True)],
+    *[("top_p", value) for value in (0, -0.1, 1.1, float("nan"))],
+    *[("min_p", value) for value in (-0.1, 1.1)],
+    *[("top_k", value) for value in (-2, 1.5)],
+    *[("presence_penalty", value) for value in (2.1, -2.1)],
+    *[("frequency_penalty", value) for value in (2.1, -2.1)],
+    *[("repetition_penalty", value) for value in (0, -1, float("inf"))],
+    *[("max_tokens", value) for value in (0, -1, 513, 1.5, 2**63, 2**64, "4", True)],
+    *[("min_tokens", value) for value in (-1, 5)],
+    *[("logprobs", value) for value in (21, -2, -1, "5", True)],
+    *[("prompt_logprobs", value) for value in (21, -2)],
+    *[("seed", value) for value in (2**63, -(2**63) - 1, 2**64, 1.5)],
+    *[("stop", value) for value in ("", [""], ["a", "b", "c", "d", "e"], 5, ["x" * 2000])],
+    *[("stop_token_ids", value) for value in ([-1], [99999999], ["a"], list(range(200)))],
+    *[("allowed_token_ids", value) for value in ([], [-1], [99999999])],
+    *[("logit_bias", value) for value in ({"99999999": 1}, {"-1": 1}, {"a": 1}, HUGE_BIAS, {"1": float("nan")})],
+    *[("bad_words", value) for value in ([""], [" "], ["w"] * 129)],
+    *[("truncate_prompt_tokens", value) for value in (-2, 5000)],
+    *[("prompt", value) for value in (None, "", [], [""], [[]], ["a", 1], [[1], "a"], [1.5], [True, False], 5, {})],
+    *[("prompt", value) for value in ([99999999], [-1], [[1], [99999999]], ["a"] * 1025)],
+    *[("cache_salt", value) for value in ("", "a@b", "a/b", "a\\b", "a\0b", "x" * 129)],
+    *[("priority", value) for value in (2**63, 1.5)],
+    *[("stream", value) for value in ("yes", 1)],
+    *[("suffix", value) for value in ("x",)],
+    *[("use_beam_search", value) for value in (True,)],
+    *[("structured_outputs", value) for value in ({"choice": ["a"]},)],
+    *[("response_format", value) for value in ({"type": "json_object"}, {"type": "json_schema"}, {}, "x")],
+    *[("prompt_embeds", value) for value in ("AAAA",)],
+    *[("guided_json", value) for value in ({"type": "object"},)],
+    *[("best_of", value) for value in (3,)],
+    *[("vllm_xargs", value) for value in ({"x": 2**64},)],
+    *[("thinking_token_budget", value) for value in (5,)],
+    *[("logprob_token_ids", value) for value in ([1],)],
+    *[("kv_transfer_params", value) for value in ({"do_remote_decode": True},)],
+    *[("ticket", value) for value in ("forged",)],
+    *[("stream_options", value) for value in ({"include_usage": True}, {})],
+    *[("stream_interval", value) for value in (5,)],
+]
+
+
+@pytest.mark.parametrize(("field", "value"), RANGES, ids=[f"{name}-{repr(value)[:24]}" for name, value in RANGES])
+def test_out_of_range_is_a_400_that_names_the_field(shared_server: ApiServer, field: str, value: Any) -> None:
+    """Catalogue 22, 31, 41, 42, 46, 50, 51, 71 among them."""
+    # NaN and infinity are no JSON, but Python's parser and clients exchange them.
+    data = json.dumps({**BASE, field: value})
+    answer = shared_server.raw("POST", "/v1/completions", content=data, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == 400
+    assert error["type"] in ("BadRequestError", "Bad Request")
+    assert field in error["param"], error
+    assert len(error["message"]) < 2000
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("temperature", 0), ("temperature", 2), ("top_p", 1e-9), ("top_k", 10**9), ("repetition_penalty", 1e308)],
+        *[("max_tokens", 512), ("max_tokens", None), ("logprobs", 20), ("seed", 2**63 - 1), ("seed", -1)],
+        *[("stop", ["a", "b", "c", "d"]), ("logit_bias", {}), ("logit_bias", {"0": 1e300}), ("min_tokens", 4)],
+        *[("cache_salt", "x" * 128), ("response_format", {"type": "text"}), ("kv_transfer_params", None)],
+        *[("use_beam_search", False), ("suffix", None), ("tools", None), ("model", None), ("prompt", ["a"] * 3)],
+    ],
+)
+def test_the_edges_of_the_ranges_are_accepted(shared_server: ApiServer, field: str, value: Any) -> None:
+    answer = shared_server.post("/v1/completions", {**BASE, field: value})
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_schema_error_is_never_422_and_is_bounded(shared_server: ApiServer) -> None:
+    bad = {**BASE, "temperature": "x" * 100_000, "stop_token_ids": ["a"] * 50}
+    answer = shared_server.post("/v1/completions", bad)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "Bad Request"
+    assert error["message"].startswith("51 validation errors:\n  body.")
+    assert len(error["message"].splitlines()) == 11
+    assert len(error["message"]) < 4000
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"nonsense", b"[]", b"null", b'"x"', b"5", b"\xff\xfe", b'{"a":"\\ud800"}']
+)
+def test_catalogue_65_bodies_that_are_no_json_object(shared_server: ApiServer, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        answer = shared_server.raw("POST", path, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, (path, answer.text)
+        assert answer.json()["error"]["param"] == "body"
+
+
+def test_json_nested_100_000_deep_is_a_400(shared_server: ApiServer) -> None:
+    body = b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    answer = shared_server.raw("POST", "/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert "recursion limit" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
+def test_another_content_type_is_a_400(shared_server: ApiServer, content_type: str) -> None:
+    answer = shared_server.raw("POST", "/v1/completions", content=b"{}", headers={"Content-Type": content_type})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "Unsupported Media Type: Only 'application/json' is allowed"
+
+
+def test_json_with_a_charset_is_json(shared_server: ApiServer) -> None:
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    answer = shared_server.raw("POST", "/v1/completions", content=json.dumps(BASE), headers=headers)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_over_the_bound_is_a_413(text: TextModel, declared: bool) -> None:
+    with api_server(text, config=HttpConfig(max_body_bytes=2048)) as server:
+        body = json.dumps({**BASE, "prompt": "x" * 4096}).encode()
+        content = body if declared else iter([body[:1500], body[1500:]])
+        answer = server.raw("POST", "/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 413
+        assert "2048 bytes" in answer.json()["error"]["message"]
+        assert server.post("/v1/completions", BASE).status_code == 200
+
+
+def test_an_unknown_model_is_a_404_with_the_aliases(shared_server: ApiServer) -> None:
+    with shared_server.client() as client, pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="nope", prompt="x")
+    assert caught.value.body == {
+        "message": "The model `nope` does not exist. Valid aliases: echo, parrot.",
+        "type": "NotFoundError",
+        "param": "model",
+        "code": 404,
+    }
+    assert shared_server.post("/v1/completions", {**BASE, "model": "parrot"}).json()["model"] == "parrot"
+
+
+def test_unknown_routes_and_methods_answer_as_vllm(shared_server: ApiServer) -> None:
+    with shared_server.http() as client:
+        missing, wrong = client.get("/v1/nothing"), client.get("/v1/completions")
+    assert (missing.status_code, missing.json()) == (404, {"detail": "Not Found"})
+    assert (wrong.status_code, wrong.json()) == (405, {"detail": "Method Not Allowed"})
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "message"),
+    [
+        (64, 5, "max_tokens must be at least 1, got 0."),
+        (
+            65,
+            5,
+            "This model's maximum context length is 64 tokens. However, your prompt contains at least 65 input tokens",
+        ),
+        (1, 65, "max_tokens=65 cannot be greater than max_model_len=64"),
+    ],
+)
+def test_catalogue_28_30_the_context_is_a_bound(text: TextModel, length: int, max_tokens: int, message: str) -> None:
+    with api_server(text, EchoGenerator(max_model_len=64)) as server:
+        answer = server.post("/v1/completions", {"prompt": [504] * length, "max_tokens": max_tokens})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(message)
+        assert not server.generator.requests
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(text: TextModel) -> None:
+    with api_server(text, EchoGenerator(max_model_len=64)) as server:
+        answer = server.post("/v1/completions", {"prompt": "x " * 64 * 50})
+        assert answer.status_code == 400
+        assert "characters" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "retry_after"),
+    [
+        (InvalidRequest("engine says no", param="top_k"), 400, None),
+        (NotFound("no such adapter", param="model"), 404, None),
+        (Overloaded("busy", retry_after_s=2.2), 503, "3"),
+        (PeerUnavailable("no engine"), 503, "1"),
+        (RuntimeError("secret detail"), 500, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_catalogue_16_27_an_early_failure_keeps_its_status(
+    text: TextModel, failure: Exception, status: int, retry_after: str | None, stream: bool
+) -> None:
+    with api_server(text, EchoGenerator(fail_after=0, failure=failure)) as server:
+        answer = server.post("/v1/completions", {**BASE, "stream": stream})
+        assert answer.status_code == status
+        error = answer.json()["error"]
+        assert error["code"] == status
+        assert error["param"] == getattr(failure, "param", None)
+        assert "secret" not in error["message"]
+        assert answer.headers.get("retry-after") == retry_after
+        assert server.generator.num_running == 0
+
+
+def test_no_engine_is_a_503_everywhere(text: TextModel) -> None:
+    gone = EchoGenerator(failure=PeerUnavailable("no engine is known yet"), healthy_now=False)
+    with api_server(text, gone) as server, server.http() as client:
+        for answer in (client.get("/v1/models"), server.post("/v1/completions", BASE)):
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"] == "no engine is known yet"
+        health = client.get("/health")
+        assert (health.status_code, health.content) == (503, b"")
+
+
+def test_an_error_delta_of_the_engine_becomes_its_error(text: TextModel) -> None:
+    broken = EchoGenerator(error_delta=("TransferFailed", "KV is gone", ""))
+    with api_server(text, broken) as server:
+        answer = server.post("/v1/completions", BASE)
+    assert answer.status_code == 502
+    assert answer.json()["error"]["message"] == "KV is gone"
+
+
+def test_pipelined_garbage_does_not_hurt(shared_server: ApiServer) -> None:
+    address = urlsplit(shared_server.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=10)
+    connection.request("POST", "/v1/completions", body=b"\0" * 100, headers={"Content-Type": "application/json"})
+    assert connection.getresponse().status == 400
+    connection.close()
+    assert shared_server.post("/v1/completions", BASE).status_code == 200
