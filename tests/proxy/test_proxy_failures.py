@@ -201,7 +201,8 @@ def test_a_silent_engine_is_taken_for_dead() -> None:
         hold = asyncio.Event()
         silent = FakeEngine("decode", behaviour=Behaviour(hold=hold))
         async with fake_mesh(silent) as mesh, FakeEngine("decode") as other:
-            async with proxy_over(prefill=[], decode=[silent.address, other.address]) as both:
+            addresses = [silent.address, other.address]
+            async with proxy_over(prefill=[], decode=addresses, extra={"heartbeat_timeout_s": 0.5}) as both:
                 await until(lambda: len(both.cluster.view().engines) == 2)
                 running = [asyncio.create_task(both.collect(token_request(max_tokens=40))) for _ in range(2)]
                 await until(lambda: silent.requests)

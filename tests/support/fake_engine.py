@@ -89,6 +89,7 @@ class FakeEngine(EngineServicer):
         model: str = "fake",
         model_fingerprint: str = "model-1",
         max_model_len: int = 4096,
+        vocab_size: int = 512,
         connectors: Sequence[str] = ("shm", "grpc"),
     ) -> None:
         self.behaviour = behaviour or Behaviour()
@@ -102,7 +103,7 @@ class FakeEngine(EngineServicer):
             layout_fingerprints=["layout-1"],
             block_size=16,
             max_model_len=max_model_len,
-            vocab_size=512,
+            vocab_size=vocab_size,
             connectors=connectors,
             protocol_min=1,
             protocol_max=1,
@@ -240,6 +241,9 @@ class FakeEngine(EngineServicer):
         except MeshError as failed:
             frames.put_nowait(self._frame(request, _error_delta(request, failed)))
             return
+        if request.ticket:
+            committed = ChoiceDelta(request_id=request.request_id, choice=request.choices[0], kv_committed=True)
+            frames.put_nowait(self._frame(request, committed))
         await self._steps(request, frames, facts)
 
     async def _steps(
@@ -323,9 +327,9 @@ class FakeEngine(EngineServicer):
         assert ticket.digest == request_digest(request.token_ids, cache_salt=request.cache_salt)
         owner = FakeEngine.everyone.get(ticket.peer_id)
         if owner is not None and ticket.offer_id in owner.offers.open and not self.behaviour.recompute_fetch:
-            return {"kv_committed": True, "kv_source": "shm", "kv_bytes": KV_BYTES, "cached_tokens": ticket.num_tokens}
+            return {"kv_source": "shm", "kv_bytes": KV_BYTES, "cached_tokens": ticket.num_tokens}
         if self.behaviour.recompute_fetch:
-            return {"kv_committed": True, "kv_source": "recompute:peer_lost"}
+            return {"kv_source": "recompute:peer_lost"}
         raise TransferFailed("expired: the offer is not there")
 
     def _frame(self, request: GenerateRequest, *deltas: ChoiceDelta) -> pb.StepFrame:

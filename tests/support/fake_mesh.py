@@ -59,7 +59,7 @@ async def proxy_over(
     settings: dict[str, Any] = {
         "model": "fake",
         "heartbeat_interval_s": 0.05,
-        "heartbeat_timeout_s": 0.5,
+        "heartbeat_timeout_s": 5.0,
         "engine_wait_timeout_s": 0.3,
         "resolve_interval_s": 0.05,
     } | (extra or {})

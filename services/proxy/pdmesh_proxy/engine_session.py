@@ -139,11 +139,13 @@ class EngineSession:
             cause = _first_leaf(group)
         finally:
             self.broken = True
+            # A drained engine ends its streams when it owes nothing any more.
+            expected = self.load.draining and not self._legs
             for leg in list(self._legs.values()):
                 leg.lost(cause or PeerUnavailable(f"the session with {self.address} was closed"))
             self._on_change()
         if cause is not None:
-            self._metrics.stream_breaks.inc()
+            self._metrics.stream_breaks.inc(not expected)
             raise cause
 
     # ---- data ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +19,9 @@ from pdmesh_proxy.offers import HeldOffer
 from pdmesh_proxy.router import RequestFacts
 from pdmesh_proxy.stream import Leg
 from pdmesh_proxy.view import EngineView
+
+# Engines bound request ids; a client's own may be as long as it likes.
+MAX_SHOWN_ID_CHARS = 200
 
 
 class LegKind(StrEnum):
@@ -62,7 +66,7 @@ class CurrentLeg:
     leg: Leg
     sent_s: float
     answered: bool = False
-    """A delta came."""
+    """A token or an end came."""
     yielded_token: bool = False
 
 
@@ -97,8 +101,9 @@ class RunningRequest:
         # Engines know requests of many proxies, and a retry must not be taken for its first attempt.
         self._nonce = secrets.token_hex(4)
         self._loop = asyncio.get_running_loop()
-        self.arrived_s = self._loop.time()
-        self.deadline = self.arrived_s + request.deadline_s
+        # uvloop's clock ticks in milliseconds: good for deadlines, too coarse to measure with.
+        self.arrived_s = time.monotonic()
+        self.deadline = self._loop.time() + request.deadline_s
         self._timer = self._loop.call_at(self.deadline, self._overdue)
         self._wait: asyncio.Timeout | None = None
 
@@ -130,7 +135,7 @@ class RunningRequest:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         self._num_legs += 1
         return GenerateRequest(
-            request_id=f"{self.request.request_id}.{self._nonce}.{self._num_legs}",
+            request_id=f"{self.request.request_id[:MAX_SHOWN_ID_CHARS]}.{self._nonce}.{self._num_legs}",
             token_ids=self.request.token_ids,
             sampling=sampling,
             choices=choices,
@@ -144,7 +149,7 @@ class RunningRequest:
 
     def begin(self, kind: LegKind, engine: EngineView, endpoint: Endpoint, leg: Leg) -> None:
         """Note that a leg is on its way."""
-        now = self._loop.time()
+        now = time.monotonic()
         if self._num_legs == 1:
             self._metrics.stages.labels(Stage.ROUTE).observe(now - self.arrived_s)
         self.current = CurrentLeg(kind=kind, engine=engine, endpoint=endpoint, leg=leg, sent_s=now)
@@ -159,12 +164,12 @@ class RunningRequest:
         """Take a delta of the current leg; return it as the client may see it, or None when nothing of it is for the client."""
         current = self.current
         assert current is not None
-        if not current.answered:
+        if not current.answered and (delta.token_ids or delta.finish_reason):
             current.answered = True
-            self._note_first_delta(current, delta)
+            self._note_first_answer(current, delta)
         if delta.kv_committed:
             self.kv_settled = True
-            self._metrics.stages.labels(Stage.HANDOFF).observe(self._loop.time() - current.sent_s)
+            self._metrics.stages.labels(Stage.HANDOFF).observe(time.monotonic() - current.sent_s)
             self.release_offer()
         if delta.choice not in self.unfinished:
             return None
@@ -237,7 +242,7 @@ class RunningRequest:
     def _overdue(self) -> None:
         self.fail(DeadlineExceeded(f"the request did not end within its {self.request.deadline_s:g} s"))
 
-    def _note_first_delta(self, current: CurrentLeg, delta: ChoiceDelta) -> None:
+    def _note_first_answer(self, current: CurrentLeg, delta: ChoiceDelta) -> None:
         """Read what engines say once per leg: where the KV came from, and what did not have to be computed."""
         trace = self.trace
         if current.kind is not LegKind.DECODE and not any(self.emitted):
@@ -250,7 +255,7 @@ class RunningRequest:
             self.fall_back(Fallback.RECOMPUTE, delta.kv_source)
 
     def _note_tokens(self, current: CurrentLeg, delta: ChoiceDelta) -> None:
-        now = self._loop.time()
+        now = time.monotonic()
         if not current.yielded_token:
             current.yielded_token = True
             self._metrics.stages.labels(STAGE_OF_FIRST_TOKEN[current.kind]).observe(now - current.sent_s)
