@@ -125,7 +125,7 @@ def test_crash_is_restarted_and_reported_with_its_last_words(
     async def go() -> None:
         keeper = keep(code)
         async with asyncio.timeout(30):
-            await keeper.first_ready
+            await keeper.until_ready()
             while not (keeper.restarts == 1 and keeper.state is KeeperState.READY):
                 await asyncio.sleep(0.02)
         await keeper.stop(5)
@@ -141,7 +141,7 @@ def test_config_error_at_start_is_final(keep: Callable[[str], Keeper]) -> None:
     async def go() -> None:
         keeper = keep("import sys; sys.stderr.write('pdmesh decode: model: nowhere does not exist\\n'); sys.exit(2)")
         with pytest.raises(ConfigError, match=r"^decode-1: model: nowhere does not exist$"):
-            await asyncio.wait_for(keeper.first_ready, 20)
+            await asyncio.wait_for(keeper.until_ready(), 20)
         await keeper.stop(5)
         assert keeper.restarts == 1
 
@@ -154,7 +154,7 @@ def test_child_that_never_gets_ready_is_given_up(keep: Callable[[str], Keeper]) 
         with pytest.raises(
             InternalError, match=r"decode-1 failed 3 times at start \(exit code 1\): boom; see .*decode-1.log"
         ):
-            await asyncio.wait_for(keeper.first_ready, 30)
+            await asyncio.wait_for(keeper.until_ready(), 30)
         await keeper.stop(5)
 
     asyncio.run(go())
@@ -163,7 +163,7 @@ def test_child_that_never_gets_ready_is_given_up(keep: Callable[[str], Keeper]) 
 def test_child_that_ignores_sigterm_is_killed(keep: Callable[[str], Keeper], news: list[str]) -> None:
     async def go() -> None:
         keeper = keep("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + SLEEP)
-        await asyncio.wait_for(keeper.first_ready, 20)
+        await asyncio.wait_for(keeper.until_ready(), 20)
         assert keeper.child is not None
         pid = keeper.child.pid
         await keeper.stop(0.2)
@@ -177,7 +177,7 @@ def test_stop_ends_the_wait_between_restarts(keep: Callable[[str], Keeper], monk
     async def go() -> None:
         keeper = keep(READY + "sys.exit(1)")
         monkeypatch.setattr(keeper_module, "FIRST_BACKOFF_S", 60.0)
-        await asyncio.wait_for(keeper.first_ready, 20)
+        await asyncio.wait_for(keeper.until_ready(), 20)
         while keeper.state is not KeeperState.WAITING:
             await asyncio.sleep(0.01)
         began = time.monotonic()

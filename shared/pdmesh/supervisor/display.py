@@ -3,7 +3,6 @@
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from pdmesh.supervisor.keeper import Keeper, KeeperState
 
@@ -49,24 +48,20 @@ class Display:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        self._seen = {}
 
     def table(self, keepers: list[Keeper]) -> None:
         """Print one line per service."""
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for title in ("service", "pid", "http", "grpc", "log"):
-            table.add_column(title, overflow="fold")
+        rows = [("service", "pid", "http", "grpc", "log")]
         for keeper in keepers:
             child = keeper.child
             facts = child.facts if child is not None else {}
-            table.add_row(
-                keeper.spec.name,
-                str(child.pid) if child is not None else "-",
-                str(facts.get("http_port", "-")),
-                str(facts.get("grpc_port", "-")),
-                keeper.log_path,
-            )
-        self._console.print(table, soft_wrap=True)
+            pid = str(child.pid) if child is not None else "-"
+            http, grpc = (str(facts.get(name, "-")) for name in ("http_port", "grpc_port"))
+            rows.append((keeper.spec.name, pid, http, grpc, keeper.log_path))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            # Lines longer than the terminal wrap there, so that paths can still be copied whole.
+            self.say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
     def _draw(self, progress: Progress, keeper: Keeper) -> None:
         name, child = keeper.spec.name, keeper.child

@@ -46,8 +46,8 @@ class Keeper:
         self.restarts = 0
         self.gone = False
         """Whether `run()` has ended."""
-        self.first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when it was ready once; holds the error when it never will be."""
+        # Done when it was ready once; holds the error when it never will be.
+        self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._log_path = runtime.log_path(spec.name)
         self._changed = changed
         self._report = report
@@ -80,6 +80,11 @@ class Keeper:
         self._log_path.write_bytes(b"")
         self._task = asyncio.create_task(self._run(), name=self.spec.name)
 
+    async def until_ready(self) -> None:
+        """Return when it has been ready once. Raises ConfigError or InternalError when it never will be."""
+        # Shielded: whoever waits may be cancelled, the fact stays.
+        await asyncio.shield(self._first_ready)
+
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, then SIGKILL after `grace_s`; returns when nothing of it is left."""
         self._stop.set()
@@ -105,10 +110,10 @@ class Keeper:
             await self._live_on()
         finally:
             self.gone = True
-            if not self.first_ready.done():
-                self.first_ready.set_exception(InternalError(f"{self.spec.name} was stopped before it was ready"))
+            if not self._first_ready.done():
+                self._first_ready.set_exception(InternalError(f"{self.spec.name} was stopped before it was ready"))
             # Nobody may be waiting for it any more.
-            self.first_ready.exception()
+            self._first_ready.exception()
             self._changed()
 
     async def _live_on(self) -> None:
@@ -134,14 +139,14 @@ class Keeper:
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
 
     def _child_changed(self) -> None:
-        if self._child is not None and self._child.ready.is_set() and not self.first_ready.done():
-            self.first_ready.set_result(None)
+        if self._child is not None and self._child.ready.is_set() and not self._first_ready.done():
+            self._first_ready.set_result(None)
         self._changed()
 
     def _hopeless(self, child: Child, code: int, config_errors: int) -> MeshError | None:
         """The error that ends the restarts, or None."""
         last = (child.last_lines(1) or ["it wrote nothing to its log"])[0]
-        worked_before = self.first_ready.done()
+        worked_before = self._first_ready.done()
         if code == CONFIG_ERROR_CODE and (not worked_before or config_errors >= MAX_CONFIG_ERRORS):
             return ConfigError(f"{self.spec.name}: {last.removeprefix(f'pdmesh {self.spec.role}: ')}")
         if not worked_before and self.restarts >= MAX_FIRST_STARTS:
@@ -151,10 +156,10 @@ class Keeper:
         return None
 
     def _give_up(self, error: MeshError) -> None:
-        if self.first_ready.done():
+        if self._first_ready.done():
             self._report(f"{error.message}; it is not restarted any more")
         else:
-            self.first_ready.set_exception(error)
+            self._first_ready.set_exception(error)
 
 
 def _obituary(child: Child, code: int, what_next: str) -> str:

@@ -58,14 +58,16 @@ class Mesh:
             self._add(spec)
         try:
             async with asyncio.timeout(self._config.startup_timeout_s):
-                await asyncio.gather(*(keeper.first_ready for keeper in self.keepers))
+                await asyncio.gather(*(keeper.until_ready() for keeper in self.keepers))
+                # All engines at once: the first requests then find both kinds.
+                self._started = True
+                self._announce()
                 await until_healthy(self._config.host, self._config.port)
         except TimeoutError:
             waiting = ", ".join(keeper.spec.name for keeper in self.keepers if keeper.state is not KeeperState.READY)
             raise InternalError(
                 f"not ready after {self._config.startup_timeout_s:g} s; waiting for {waiting or 'the proxy'}"
             ) from None
-        self._started = True
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
         """Bring the number of engines of each role to `wanted`; returns what was done, one line each.
@@ -109,7 +111,7 @@ class Mesh:
             addresses = [
                 f"{LOOPBACK}:{keeper.child.facts['grpc_port']}"
                 for keeper in self._of(role)
-                if keeper.state is KeeperState.READY and keeper.child is not None
+                if self._started and keeper.state is KeeperState.READY and keeper.child is not None
             ]
             if self._announced.get(role) != addresses:
                 self._runtime.write_endpoints(role, addresses)
@@ -135,7 +137,7 @@ class Mesh:
         added = [self._add(self._plan.engine(role, next(free))) for _ in range(count)]
         try:
             async with asyncio.timeout(self._config.startup_timeout_s):
-                await asyncio.gather(*(keeper.first_ready for keeper in added))
+                await asyncio.gather(*(keeper.until_ready() for keeper in added))
         except (MeshError, TimeoutError) as exc:
             await self._shrink(added)
             raise exc if isinstance(exc, MeshError) else InternalError(f"{role} was not ready in time") from None
