@@ -55,7 +55,9 @@ def loop_thread() -> Iterator[LoopThread]:
         thread.close()
 
 
-class _RecordingLife(Life):
+class RecordingLife(Life):
+    """Keeps what a supervisor would be told."""
+
     def __init__(self) -> None:
         super().__init__()
         self.facts: dict[str, Any] = {}
@@ -70,7 +72,7 @@ class RunningEngine:
     """One engine service of this process."""
 
     def __init__(self, config: EngineConfig, role: Role) -> None:
-        self.life = _RecordingLife()
+        self.life = RecordingLife()
         self.task = asyncio.create_task(serve_engine(config, self.life, role))
 
     @property

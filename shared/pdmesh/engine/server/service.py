@@ -87,6 +87,8 @@ async def _serve(config: EngineConfig, life: Life, role: Role, started: asyncio.
                 http_server(app, config.host, config.port) as http_port,
             ):
                 identity.address = f"{advertised_host(config)}:{grpc_port}"
+                if engine.tier is not None:
+                    await engine.tier.tried()
                 log.info(
                     "%s serves %s on HTTP port %d and gRPC port %d",
                     identity.engine_id,

@@ -5,6 +5,7 @@ connection in the background has succeeded again. Every miss that a fault caused
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 15.0
 STORE_TIMEOUT_S = 5.0
+FIRST_ATTEMPT_S = 2.0
 BACKOFF_MIN_S = 0.5
 BACKOFF_MAX_S = 15.0
 # Blocks are not pinned for a store: what waits longer than a few steps is likely gone.
@@ -90,6 +92,7 @@ class TierClient:
         self._channel = grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
         self._stub = KVCacheStub(self._channel)
         self._peer: Peer | None = None
+        self._attempted = asyncio.Event()
         self._stores: deque[BlocksComputed] = deque()
         self._wake = asyncio.Event()
         self._backoff_s = BACKOFF_MIN_S
@@ -137,13 +140,16 @@ class TierClient:
 
     def store(self, computed: BlocksComputed) -> None:
         """Let the tier know of new blocks, soon; never blocks. Over the bound the oldest are dropped and counted."""
-        if self._peer is None or len(self._stores) >= MAX_QUEUED_STORES:
-            dropped = computed if self._peer is None else self._stores.popleft()
-            self._metrics.tier_stores.inc(Store.DROPPED, amount=len(dropped.keys))
-            if self._peer is None:
-                return
+        if len(self._stores) >= MAX_QUEUED_STORES:
+            self._metrics.tier_stores.inc(Store.DROPPED, amount=len(self._stores.popleft().keys))
         self._stores.append(computed)
         self._wake.set()
+
+    async def tried(self) -> None:
+        """Wait for the first attempt to connect, so that a reachable tier serves the first request; not for long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_ATTEMPT_S):
+                await self._attempted.wait()
 
     async def run(self) -> None:
         """Stay connected and hand over stores until cancelled."""
@@ -166,6 +172,8 @@ class TierClient:
         except MeshError as exc:
             log.warning("kvcache %s is not used for now: %s", self._address, exc.message)
             return False
+        finally:
+            self._attempted.set()
         log.info("kvcache %s connected over %s", self._address, self._peer.connector)
         self._backoff_s = BACKOFF_MIN_S
         return True

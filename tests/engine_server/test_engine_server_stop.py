@@ -1,0 +1,59 @@
+"""An engine that is told to stop, while it starts, while it runs, or before it can start at all."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from pdmesh.config import EngineConfig
+from pdmesh.engine.server.service import serve_engine
+from pdmesh.errors import ConfigError, Draining
+from pdmesh.lifecycle import Life
+from support.engines import loop_thread, proxy_session, request, start_engines
+
+
+def test_drain_lets_requests_finish_refuses_new_ones_and_ends_the_rest(tiny_model: str) -> None:
+    async def body() -> None:
+        (engine,) = await start_engines(tiny_model, "decode", drain_timeout_s=2.0)
+        async with proxy_session(engine.grpc) as session, httpx.AsyncClient(base_url=engine.http) as client:
+            short, endless = request("short", max_tokens=50), request("endless", max_tokens=980)
+            await session.submit(short)
+            await session.submit(endless)
+            await session.next_delta("endless")
+            engine.life.stop()
+            assert (await session.load(until=lambda load: load.draining)).draining
+            assert (await client.get("/health")).status_code == 503
+            refused = await client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 2})
+            assert refused.status_code == 503
+            with pytest.raises(Draining):
+                await session.run(request("new"))
+            assert (await session.collect(short))[-1].finish_reason == "length"
+            with pytest.raises(Draining, match="before the request ended"):
+                await session.collect(endless)
+        await asyncio.wait_for(engine.task, 10)
+
+    with loop_thread() as loop:
+        loop.run(body())
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"model": ""}, "model"), ({"model": "/no/such/model"}, "/no/such/model"), ({"host": "0.0.0.0"}, "secret")],
+)
+def test_an_engine_that_cannot_start_says_why(settings: dict[str, Any], says: str) -> None:
+    config = EngineConfig(**({"port": 0, "grpc_port": 0, "model": "/no/such/model"} | settings))
+    with pytest.raises(ConfigError, match=says):
+        asyncio.run(serve_engine(config, Life(), "decode"))
+
+
+def test_a_stop_while_starting_ends_it(tiny_model: str) -> None:
+    async def body() -> None:
+        config = EngineConfig(model=tiny_model, port=0, grpc_port=0, cpu_threads=1)
+        life = Life()
+        serving = asyncio.create_task(serve_engine(config, life, "decode"))
+        await asyncio.sleep(0.3)
+        life.stop()
+        await asyncio.wait_for(serving, 3)
+
+    asyncio.run(body())
