@@ -262,8 +262,6 @@ def test_a_killed_owner_costs_its_pulls_and_no_more(name: str, own_node: Node, s
         for reason in results.values():
             assert reason in ("", "peer_lost", "timeout") or reason.startswith("error:")
         made.connector.disconnect(own_node.peer_id)
-        if made.connector.take_metadata() is not None:
-            made.connector.connect(shared_node.pool_for(name))
         made.pull(shared_node, blocks, blocks)
         assert made.result().reason == ""
         assert made.holds(blocks, blocks, shared_node.first_generations)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,9 @@ class _Server:
         self.pool = make_pool(shape, filled=True)
         self.connectors = make_worker_connectors(names, peer_id=peer_id, secret=secret)
         self.metadata = {name: connector.register(self.pool) for name, connector in self.connectors.items()}
-        self._churning = False
+        self._changed: dict[str, bytes] = {}
+        for name, connector in self.connectors.items():
+            connector.watch_metadata(partial(self._changed.__setitem__, name))
 
     def do(self, command: str, message: dict[str, Any]) -> Any:
         match command:
@@ -158,8 +161,8 @@ class _Server:
                     for block_id in message["block_ids"]:
                         write_block(self.pool, block_id)
             case "metadata":
-                found = {name: connector.take_metadata() for name, connector in self.connectors.items()}
-                return {name: value.hex() for name, value in found.items() if value is not None}
+                changed = dict(self._changed)
+                return {name: value.hex() for name, value in changed.items()}
             case "connect":
                 peer = PeerPool(**message["peer"] | {"metadata": bytes.fromhex(message["peer"]["metadata"])})
                 self.connectors[message["connector"]].connect(peer)

@@ -13,6 +13,7 @@ from pdmesh.connector.base import Pull, PullResult
 from pdmesh.connector.pool import PoolShape
 
 FENCE_GRACE_S = 1.0
+ERROR_PREFIX = "error:"
 
 
 class PullEnd(StrEnum):
@@ -26,7 +27,7 @@ class PullEnd(StrEnum):
 
 def error_reason(text: object) -> str:
     """Reason of a pull that failed for none of the named causes."""
-    return f"error:{text}"
+    return f"{ERROR_PREFIX}{text}"
 
 
 class ActivePull:
@@ -115,12 +116,6 @@ class ActivePulls:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
         return results
-
-    def notify(self) -> None:
-        """Make `fileno` readable though nothing ended."""
-        with self._lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
 
     def fileno(self) -> int:
         """Readable while `take` has something to return."""

@@ -9,6 +9,7 @@ written; the scheduler's half (`ledger.py`) is a plain table of what is being lo
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.connector.pool import KVPool
@@ -51,7 +52,8 @@ class PullResult:
 
 
 class WorkerConnector(ABC):
-    """The half that touches memory. Not thread-safe: called from the loop of the process that owns the target pool."""
+    """The half that touches memory. Called from the loop of the process that owns the target pool; not thread-safe, but that
+    `connect`, which blocks, may run in a thread beside the other calls."""
 
     name: str
 
@@ -59,10 +61,10 @@ class WorkerConnector(ABC):
     def register(self, pool: KVPool) -> bytes:
         """Make `pool` the target of pulls and readable by peers; return the metadata that consumers of it need."""
 
-    def take_metadata(self) -> bytes | None:
-        """Metadata that replaces what `register` returned, once after each time it changed (a helper process had to be
-        started anew); ask after each `poll`. Peers connected so far must be connected again."""
-        return None
+    def watch_metadata(self, on_changed: Callable[[bytes], None]) -> None:
+        """Call `on_changed`, from some thread, with metadata that replaces what `register` returned, each time it changes.
+        Peers that connect later need the new one. Most connectors' never changes: then this does nothing."""
+        return
 
     @abstractmethod
     def connect(self, peer: PeerPool) -> None:

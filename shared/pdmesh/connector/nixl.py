@@ -6,6 +6,7 @@ handshake reads a random proof out of the owner's memory, and who may reach the 
 """
 
 import importlib.util
+from collections.abc import Callable
 
 import msgspec
 
@@ -13,7 +14,7 @@ from pdmesh.connector.active import ActivePulls, PullEnd, fault_of
 from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
 from pdmesh.connector.nixl_agent import PACKAGES
 from pdmesh.connector.nixl_helper import NixlHelper
-from pdmesh.connector.nixl_messages import CancelPull, ConnectAgent, DisconnectAgent, HelperReady, StartPull
+from pdmesh.connector.nixl_messages import CancelPull, ConnectAgent, HelperReady, StartPull
 from pdmesh.connector.pool import KVPool, PoolShape
 from pdmesh.connector.shm import check_block_bytes
 from pdmesh.errors import ConfigError, HandshakeRefused
@@ -55,11 +56,9 @@ class NixlConnector(WorkerConnector):
         except (RuntimeError, TimeoutError) as exc:
             raise ConfigError(f"connector nixl: NIXL does not start here: {exc}; leave nixl out") from exc
 
-    def take_metadata(self) -> bytes | None:
-        restarted = None if self._helper is None else self._helper.take_restarted()
-        if restarted is None or self._pool is None:
-            return None
-        return self._metadata(self._pool, restarted)
+    def watch_metadata(self, on_changed: Callable[[bytes], None]) -> None:
+        pool, helper = self._registered()
+        helper.watch(lambda ready: on_changed(self._metadata(pool, ready)))
 
     def connect(self, peer: PeerPool) -> None:
         pool, helper = self._registered()
@@ -89,7 +88,7 @@ class NixlConnector(WorkerConnector):
         for active in self._pulls.of_peer(peer_id):
             active.peer_lost = True
             active.fence_soon()
-        self._registered()[1].send(DisconnectAgent(peer_id=peer_id))
+        self._registered()[1].disconnect(peer_id)
 
     def start(self, pull: Pull) -> None:
         self._pulls.add(pull)

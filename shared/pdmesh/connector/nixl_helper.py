@@ -15,12 +15,14 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from pdmesh.connector.active import ActivePulls, error_reason
 from pdmesh.connector.nixl_messages import (
     AgentConnected,
     ConnectAgent,
+    DisconnectAgent,
     Frames,
     HelperFailed,
     HelperReady,
@@ -65,7 +67,9 @@ class NixlHelper:
         self._outbox: deque[bytes] = deque()
         self._connecting: dict[str, Future[str]] = {}
         self._ready: Future[HelperReady] = Future()
-        self._restarted: HelperReady | None = None
+        self._connected: dict[str, ConnectAgent] = {}
+        """Peers to connect again when the process has to be started anew: their side of it still stands."""
+        self._on_restarted: Callable[[HelperReady], None] | None = None
         self._closing = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # The process dies with the thread that starts it, so that thread lives as long as this object.
@@ -76,11 +80,9 @@ class NixlHelper:
         """Wait for the first start. Raises RuntimeError with NIXL's own words when it cannot."""
         return self._ready.result(READY_TIMEOUT_S)
 
-    def take_restarted(self) -> HelperReady | None:
-        """What peers need now, once after each restart."""
-        with self._lock:
-            restarted, self._restarted = self._restarted, None
-        return restarted
+    def watch(self, on_restarted: Callable[[HelperReady], None]) -> None:
+        """Call back, in the helper's thread, with what peers need to know after each restart."""
+        self._on_restarted = on_restarted
 
     def send(self, message: ToHelper) -> None:
         """Queue an order; never blocks."""
@@ -100,6 +102,12 @@ class NixlHelper:
             error = f"no answer within {CONNECT_TIMEOUT_S} s"
         if error:
             raise HandshakeRefused(f"NIXL cannot reach {message.peer_id}: {error}")
+        self._connected[message.peer_id] = message
+
+    def disconnect(self, peer_id: str) -> None:
+        """Close the connection to a peer; never blocks."""
+        self._connected.pop(peer_id, None)
+        self.send(DisconnectAgent(peer_id=peer_id))
 
     def wake(self) -> None:
         """Make the thread look at the outbox and at the pulls' fences."""
@@ -139,8 +147,9 @@ class NixlHelper:
                 process = self._spawn(theirs)
             stack.callback(_kill, process)
             with self._lock:
-                # A second life begins with its set-up, whatever was queued meanwhile.
-                self._outbox.appendleft(frame(self._setup()))
+                # A life begins with its set-up and the peers of the one before, whatever was queued meanwhile.
+                first: list[ToHelper] = [self._setup(), *self._connected.values()]
+                self._outbox.extendleft(frame(message) for message in reversed(first))
             why = self._converse(ours, process)
             _kill(process)
             return why
@@ -208,9 +217,8 @@ class NixlHelper:
                 if not self._ready.done():
                     self._ready.set_result(message)
                     return
-                with self._lock:
-                    self._restarted = message
-                self._pulls.notify()
+                if self._on_restarted is not None:
+                    self._on_restarted(message)
             case HelperFailed():
                 log.error("NIXL cannot be used: %s", message.message)
                 if not self._ready.done():

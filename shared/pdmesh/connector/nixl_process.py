@@ -185,7 +185,8 @@ class Helper:
         if answer is None:
             return []
         self._jobs.remove(job)
-        return [answer]
+        refused = isinstance(answer, AgentConnected) and answer.error
+        return [answer, *self._drop(job.peer.message.peer_id)] if refused else [answer]
 
     def _drop(self, peer_id: str) -> list[FromHelper]:
         """Close the connection to a peer, which ends its reads, and say so of each."""

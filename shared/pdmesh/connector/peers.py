@@ -17,6 +17,7 @@ from typing import Self
 import grpc
 import grpc.aio
 
+from pdmesh.connector.active import ERROR_PREFIX, PullEnd
 from pdmesh.connector.base import PeerPool
 from pdmesh.connector.owner import check_fingerprints
 from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable
@@ -170,7 +171,10 @@ class PeerDirectory:
             self._renewing = asyncio.create_task(self._renew(), name="renew-transfers")
 
     async def end(self, peer_id: str, transfer_id: str, committed: bool, reason: str = "") -> bool:
-        """Tell the owner how a transfer ended. False when it no longer knows it or cannot be told (its lease ends it)."""
+        """Tell the owner how a transfer ended. False when it no longer knows it or cannot be told (its lease ends it).
+
+        A peer whose memory could not be read is dropped, so that the next `reach` shakes hands anew.
+        """
         peer = self._by_id(peer_id)
         if peer is None:
             return False
@@ -181,8 +185,10 @@ class PeerDirectory:
                 reply: pb.EndTransferReply = await peer.stub.EndTransfer(
                     request, timeout=END_TIMEOUT_S, metadata=self._secret.call_metadata()
                 )
-        except PeerUnavailable:
+        except MeshError:
             return False
+        if not committed and reason.startswith((PullEnd.PEER_LOST, ERROR_PREFIX)):
+            self.forget(peer_id)
         return reply.known
 
     def forget(self, peer_id: str) -> None:
@@ -253,18 +259,17 @@ class PeerDirectory:
         offered = {each.connector: each.metadata for each in reply.connectors}
         failures = []
         for name in self._connectors:
-            if name not in offered:
-                failures.append(f"{name}: not offered")
-                continue
-            # The grpc connector reads from where this handshake was answered.
-            metadata = offered[name] if name != GRPC_CONNECTOR else address.encode()
-            pool = PeerPool(
-                peer_id=reply.peer_id,
-                metadata=metadata,
-                num_blocks=reply.num_blocks,
-                block_bytes=reply.block_bytes,
-            )
             try:
+                if name not in offered:
+                    raise HandshakeRefused("the peer does not offer it")
+                # The grpc connector reads from where this handshake was answered.
+                metadata = offered[name] if name != GRPC_CONNECTOR else address.encode()
+                pool = PeerPool(
+                    peer_id=reply.peer_id,
+                    metadata=metadata,
+                    num_blocks=reply.num_blocks,
+                    block_bytes=reply.block_bytes,
+                )
                 await self._attach(pool, name)
             except (HandshakeRefused, PeerUnavailable) as exc:
                 failures.append(f"{name}: {exc.message}")

@@ -1,0 +1,207 @@
+"""The NIXL helper process: what its death costs, that it costs nothing while idle, and who may start it."""
+
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from pdmesh.connector import nixl
+from pdmesh.connector.base import Pull
+from pdmesh.connector.nixl import NixlConnector
+from pdmesh.connector.nixl_messages import Frames, PullEnded, frame, from_helper_decoder
+from pdmesh.connector.pool import PoolShape
+from pdmesh.connector.registry import make_worker_connectors
+from pdmesh.errors import ConfigError, HandshakeRefused
+from pdmesh.security import MeshSecret
+from support.pool_node import SECRET, Node, make_pool, pool_node, wait_for
+
+SHAPE = PoolShape(num_blocks=32, block_bytes=64 << 10)
+BLOCKS = list(range(32))
+
+
+class Consumer:
+    def __init__(self) -> None:
+        self.connector = NixlConnector("consumer@1", MeshSecret(SECRET))
+        self.pool = make_pool(SHAPE, filled=False)
+        self.changes: list[bytes] = []
+        self.metadata = self.connector.register(self.pool)
+        self.connector.watch_metadata(self.changes.append)
+        self._num_pulls = 0
+
+    def pull(self, node: Node) -> str:
+        """Pull everything and return the reason."""
+        self._num_pulls += 1
+        self.connector.start(
+            Pull(
+                transfer_id=f"t{self._num_pulls}",
+                peer_id=node.peer_id,
+                source_block_ids=BLOCKS,
+                generations=node.first_generations,
+                target_block_ids=BLOCKS,
+                deadline_s=5.0,
+            )
+        )
+        (result,) = wait_for(self.connector, 1, 8.0)
+        return result.reason
+
+
+@contextmanager
+def consuming() -> Iterator[Consumer]:
+    consumer = Consumer()
+    try:
+        yield consumer
+    finally:
+        consumer.connector.close()
+        consumer.pool.close()
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with pool_node(["nixl"], SHAPE) as made:
+        yield made
+
+
+def helper_of(pid: int) -> psutil.Process:
+    """The helper process of a process; waits for one that is being started."""
+    end_s = time.monotonic() + 5
+    while time.monotonic() < end_s:
+        for child in psutil.Process(pid).children():
+            if "pdmesh.connector.nixl_process" in " ".join(child.cmdline()):
+                return child
+        time.sleep(0.02)
+    raise AssertionError("there is no helper process")
+
+
+def wait_until(condition: object, timeout_s: float = 8.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end_s, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_crash_on_the_consumers_side_heals_by_itself(node: Node, number: int) -> None:
+    with consuming() as consumer:
+        consumer.connector.connect(node.pool_for("nixl"))
+        assert consumer.pull(node) == ""
+        helper_of(os.getpid()).send_signal(number)
+        wait_until(lambda: consumer.changes)
+        assert consumer.changes[0] != consumer.metadata
+        # The new process has connected to the old one's peers.
+        assert consumer.pull(node) == ""
+
+
+def test_a_crash_during_pulls_ends_them(node: Node) -> None:
+    with consuming() as consumer:
+        consumer.connector.connect(node.pool_for("nixl"))
+        helper = helper_of(os.getpid())
+        helper.suspend()
+        for transfer_id in ("a", "b"):
+            consumer.connector.start(
+                Pull(
+                    transfer_id=transfer_id,
+                    peer_id=node.peer_id,
+                    source_block_ids=[1],
+                    generations=node.first_generations[1:2],
+                    target_block_ids=[1],
+                    deadline_s=5.0,
+                )
+            )
+        helper.kill()
+        results = wait_for(consumer.connector, 2, 5.0)
+        assert {each.transfer_id for each in results} == {"a", "b"}
+        assert all(each.reason.startswith("error:") for each in results)
+
+
+def test_a_helper_that_hangs_is_killed_when_a_pull_is_overdue(node: Node) -> None:
+    """Nothing may write to a block after its pull has ended: what cannot be stopped is killed first."""
+    with consuming() as consumer:
+        consumer.connector.connect(node.pool_for("nixl"))
+        helper = helper_of(os.getpid())
+        helper.suspend()
+        started_s = time.monotonic()
+        pull = Pull(
+            transfer_id="late",
+            peer_id=node.peer_id,
+            source_block_ids=BLOCKS,
+            generations=node.first_generations,
+            target_block_ids=BLOCKS,
+            deadline_s=0.3,
+        )
+        consumer.connector.start(pull)
+        (result,) = wait_for(consumer.connector, 1, 5.0)
+        assert result.reason == "timeout"
+        assert time.monotonic() - started_s < 3.0
+        assert not helper.is_running()
+        wait_until(lambda: consumer.changes)
+        assert consumer.pull(node) == ""
+
+
+def test_a_crash_on_the_owners_side_needs_its_new_metadata() -> None:
+    with pool_node(["nixl"], SHAPE, "mortal@1") as mortal, consuming() as consumer:
+        consumer.connector.connect(mortal.pool_for("nixl"))
+        helper_of(mortal.process.pid).kill()
+        assert consumer.pull(mortal) != ""
+        old = mortal.pool_for("nixl")
+        wait_until(mortal.refresh)
+        with pytest.raises(HandshakeRefused):
+            consumer.connector.connect(old)
+        consumer.connector.connect(mortal.pool_for("nixl"))
+        assert consumer.pull(mortal) == ""
+
+
+def test_an_idle_helper_uses_no_cpu(node: Node) -> None:
+    with consuming() as consumer:
+        consumer.connector.connect(node.pool_for("nixl"))
+        assert consumer.pull(node) == ""
+        helpers = [helper_of(os.getpid()), helper_of(node.process.pid)]
+        before = [sum(helper.cpu_times()[:2]) for helper in helpers]
+        time.sleep(2.0)
+        used_s = [sum(helper.cpu_times()[:2]) - start for helper, start in zip(helpers, before, strict=True)]
+        # Clock ticks are 10 ms: at most one each, 0.5 % of a core.
+        assert max(used_s) <= 0.011
+
+
+def test_metadata_of_another_mesh_or_peer_is_refused(node: Node) -> None:
+    with consuming() as consumer:
+        pool = node.pool_for("nixl")
+        tampered = pool.metadata[:-1] + bytes([pool.metadata[-1] ^ 1])
+        for changes in ({"metadata": tampered}, {"metadata": b""}, {"peer_id": "other@1"}):
+            fields = {name: getattr(pool, name) for name in ("peer_id", "metadata", "num_blocks", "block_bytes")}
+            with pytest.raises(HandshakeRefused):
+                consumer.connector.connect(type(pool)(**fields | changes))
+
+
+def test_a_missing_package_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
+    assert importlib.util.find_spec("no_such_package") is None
+    with pytest.raises(ConfigError, match=r"pip install 'pdmesh\[nixl\]'"):
+        make_worker_connectors(["shm", "nixl"], peer_id="a@1", secret=MeshSecret(SECRET))
+
+
+def test_a_helper_that_cannot_start_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "no-such-transport")
+    connector = NixlConnector("consumer@1", MeshSecret(SECRET))
+    pool = make_pool(SHAPE, filled=False)
+    try:
+        with pytest.raises(ConfigError, match="nixl"):
+            connector.register(pool)
+    finally:
+        connector.close()
+        pool.close()
+
+
+def test_frames_survive_any_cut() -> None:
+    messages = [PullEnded(transfer_id=f"t{index}", reason="x" * index, num_bytes=index) for index in range(20)]
+    stream = b"".join(frame(message) for message in messages)
+    for size in (1, 3, 7, len(stream)):
+        frames = Frames()
+        received = []
+        for begin in range(0, len(stream), size):
+            received += [from_helper_decoder.decode(body) for body in frames.feed(stream[begin : begin + size])]
+        assert received == messages
