@@ -28,8 +28,10 @@ log = logging.getLogger(__name__)
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_MESSAGE_BYTES = 4096
-# An owner answers in microseconds; a stuck one must not hold the caller's loop for longer than `connect` may block.
-TIMEOUT_S = 2.0
+# Either end answers in microseconds. The consumer waits three times at most, and may block 5 s in all; the owner serves one
+# at a time, so that a silent one must cost the next less than its patience.
+CONSUMER_TIMEOUT_S = 1.5
+OWNER_TIMEOUT_S = 0.5
 CONSUMER_PURPOSE = "shm-consumer"
 OWNER_PURPOSE = "shm-owner"
 
@@ -90,7 +92,7 @@ class PoolListener:
     def _accept(self) -> None:
         connection, _ = self._socket.accept()
         try:
-            connection.settimeout(TIMEOUT_S)
+            connection.settimeout(OWNER_TIMEOUT_S)
             self._grant(connection)
         except (OSError, HandshakeRefused) as exc:
             log.warning("a consumer was refused the KV pool: %s", exc)
@@ -146,11 +148,11 @@ class SharedPool:
 
 
 def fetch_pool(socket_name: str, peer_id: str, shape: PoolShape, secret: MeshSecret) -> SharedPool:
-    """Get and map the pool of `peer_id`. Blocks at most 3 × 2 s. Raises HandshakeRefused when it is not to be had."""
+    """Get and map the pool of `peer_id`. Blocks at most 4.5 s. Raises HandshakeRefused when it is not to be had."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pool_fd = -1
     try:
-        connection.settimeout(TIMEOUT_S)
+        connection.settimeout(CONSUMER_TIMEOUT_S)
         connection.connect("\0" + socket_name)
         _check_user(connection)
         grant, pool_fd = _ask(connection, peer_id, secret)

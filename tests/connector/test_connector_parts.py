@@ -1,0 +1,139 @@
+"""The small parts that connectors share: the table of pulls, runs of blocks, the registry, the shm socket."""
+
+import os
+import select
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.connector.active import ActivePulls
+from pdmesh.connector.base import Pull
+from pdmesh.connector.pool import PoolShape
+from pdmesh.connector.registry import make_worker_connectors
+from pdmesh.connector.shm import _Run, _runs
+from pdmesh.connector.shm_socket import PoolListener, fetch_pool
+from pdmesh.errors import ConfigError, HandshakeRefused
+from pdmesh.security import MeshSecret
+from support.pool_node import SECRET, make_pool
+
+SHAPE = PoolShape(num_blocks=4, block_bytes=4096)
+
+
+def pull(transfer_id: str, deadline_s: float = 5.0) -> Pull:
+    return Pull(
+        transfer_id=transfer_id,
+        peer_id="p@1",
+        source_block_ids=[],
+        generations=[],
+        target_block_ids=[],
+        deadline_s=deadline_s,
+    )
+
+
+def is_readable(fd: int) -> bool:
+    return bool(select.select([fd], [], [], 0)[0])
+
+
+def test_a_pull_ends_once_and_the_descriptor_tells() -> None:
+    pulls = ActivePulls()
+    pulls.add(pull("a"))
+    with pytest.raises(ValueError, match="under way"):
+        pulls.add(pull("a"))
+    assert not is_readable(pulls.fileno())
+    assert pulls.finish("a", "stale")
+    assert not pulls.finish("a", "")
+    assert is_readable(pulls.fileno())
+    assert [each.reason for each in pulls.take()] == ["stale"]
+    assert not is_readable(pulls.fileno())
+    assert pulls.take() == []
+    pulls.close()
+
+
+def test_results_of_a_closed_connector_can_still_be_taken() -> None:
+    pulls = ActivePulls()
+    pulls.add(pull("a"))
+    pulls.add(pull("b"))
+    pulls.finish("a", "")
+    pulls.close()
+    pulls.finish("b", "cancelled")
+    assert [each.transfer_id for each in pulls.take()] == ["a", "b"]
+    assert pulls.fileno() == -1
+
+
+def test_an_interruption_has_one_reason() -> None:
+    pulls = ActivePulls()
+    active = pulls.add(pull("a", deadline_s=0.0))
+    assert active.interruption() == "timeout"
+    active.peer_lost = True
+    assert active.interruption() == "peer_lost"
+    active.cancelled = True
+    assert active.interruption() == "cancelled"
+    assert pulls.add(pull("b")).interruption() == ""
+    pulls.close()
+
+
+pairs = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=30)
+
+
+@given(pairs=pairs, most=st.integers(1, 5))
+def test_runs_are_exactly_the_pairs_in_order(pairs: list[tuple[int, int]], most: int) -> None:
+    runs = list(_runs([source for source, _ in pairs], [target for _, target in pairs], most))
+    flat = [(run.source + offset, run.target + offset) for run in runs for offset in range(run.num)]
+    assert flat == pairs
+    assert all(1 <= run.num <= most for run in runs)
+
+
+def test_neighbours_are_one_run() -> None:
+    assert list(_runs([3, 4, 5, 9, 1], [0, 1, 2, 3, 4], 8)) == [_Run(3, 0, 3), _Run(9, 3, 1), _Run(1, 4, 1)]
+
+
+def test_an_unknown_connector_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"'rdma'.*shm, nixl, grpc"):
+        make_worker_connectors(["shm", "rdma"], peer_id="a@1", secret=MeshSecret(SECRET))
+
+
+def test_a_consumer_cannot_write_to_a_pool() -> None:
+    pool = make_pool(SHAPE, filled=True)
+    listener = PoolListener(pool, "a@1", MeshSecret(SECRET))
+    shared = fetch_pool(listener.socket_name, "a@1", SHAPE, MeshSecret(SECRET))
+    assert (shared.pool.blocks == pool.blocks).all()
+    with pytest.raises(ValueError, match="read-only"):
+        shared.pool.blocks[0, 0] = 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(shared.pool.fd, b"x")
+    pool.blocks[1, 1] = 77
+    assert shared.pool.blocks[1, 1] == 77
+    assert shared.owner_alive
+    listener.close()
+    assert not shared.owner_alive
+    shared.close()
+    pool.close()
+
+
+def test_a_stranger_that_says_nothing_keeps_no_one_out() -> None:
+    pool = make_pool(SHAPE, filled=True)
+    listener = PoolListener(pool, "a@1", MeshSecret(SECRET))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect("\0" + listener.socket_name)
+        silent.recv(100)
+        fetch_pool(listener.socket_name, "a@1", SHAPE, MeshSecret(SECRET)).close()
+    listener.close()
+    pool.close()
+
+
+def test_who_does_not_know_the_secret_or_the_owner_gets_no_memory() -> None:
+    pool = make_pool(SHAPE, filled=True)
+    listener = PoolListener(pool, "a@1", MeshSecret(SECRET))
+    for peer_id, shape, secret in (
+        ("a@1", SHAPE, "the secret of another mesh"),
+        ("a@2", SHAPE, SECRET),
+        ("a@1", PoolShape(num_blocks=3, block_bytes=4096), SECRET),
+    ):
+        with pytest.raises(HandshakeRefused):
+            fetch_pool(listener.socket_name, peer_id, shape, MeshSecret(secret))
+    listener.close()
+    with pytest.raises(HandshakeRefused, match="cannot be shared"):
+        fetch_pool(listener.socket_name, "a@1", SHAPE, MeshSecret(SECRET))
+    pool.close()

@@ -1,0 +1,373 @@
+"""Owner and consumer over real gRPC: handshakes, fallbacks, transfers and their leases, restarts and deaths."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+
+from pdmesh.connector import peers as peers_module
+from pdmesh.connector.base import PeerPool
+from pdmesh.connector.owner import PoolOwner
+from pdmesh.connector.peers import PeerDirectory
+from pdmesh.connector.pool import PoolShape
+from pdmesh.errors import Forbidden, HandshakeRefused, MeshError, PeerUnavailable, TransferFailed
+from pdmesh.lifecycle import grpc_server
+from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol import mesh_pb2_grpc, offers
+from pdmesh.protocol.messages import GroupBlocks
+from pdmesh.protocol.offers import EndedOffer, OfferTable, Reason
+from pdmesh.protocol.states import TransferState
+from pdmesh.security import MeshSecret
+from support.pool_node import SECRET, make_pool
+
+SHAPE = PoolShape(num_blocks=8, block_bytes=4096)
+DIGEST = b"d" * 32
+SECRETS = MeshSecret(SECRET)
+
+
+@dataclass
+class Owner:
+    offers: OfferTable
+    servicer: PoolOwner
+    ended: list[EndedOffer]
+    blocks: GroupBlocks
+    port: int = 0
+    num_handshakes: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def offer(self, offer_id: str = "o", **changes: object) -> None:
+        self.offers.open(offer_id, request_id="r", digest=DIGEST, **changes)  # type: ignore[arg-type]
+        assert self.offers.seal(offer_id, [self.blocks], 20)
+        self.servicer.settle()
+
+
+@asynccontextmanager
+async def owning(
+    peer_id: str = "owner@1",
+    *,
+    model: str = "model",
+    layouts: tuple[str, ...] = ("layout",),
+    connectors: tuple[str, ...] = ("shm", "grpc"),
+    secret: MeshSecret = SECRETS,
+    port: int = 0,
+) -> AsyncIterator[Owner]:
+    pool = make_pool(SHAPE, filled=True)
+    ended: list[EndedOffer] = []
+    table = OfferTable()
+    servicer = PoolOwner(
+        peer_id=peer_id,
+        pool=pool,
+        offers=table,
+        connectors={name: b"metadata of " + name.encode() for name in connectors},
+        model_fingerprint=model,
+        layout_fingerprints=list(layouts),
+        on_ended=ended.append,
+    )
+    blocks = GroupBlocks(group=0, block_ids=[2, 5], generations=pool.generations_of([2, 5]))
+    owner = Owner(table, servicer, ended, blocks)
+    reaper = asyncio.create_task(servicer.run())
+    try:
+        async with grpc_server("127.0.0.1", port, secret, lambda server: [servicer.add_to(server)]) as owner.port:
+            yield owner
+    finally:
+        reaper.cancel()
+        await asyncio.wait([reaper])
+        pool.close()
+
+
+@dataclass
+class Half:
+    """Stands where an engine's core is: notes what it is told, refuses what the test wants refused."""
+
+    attached: list[tuple[PeerPool, str]] = field(default_factory=list)
+    detached: list[str] = field(default_factory=list)
+    refuse: set[str] = field(default_factory=set)
+
+    async def attach(self, pool: PeerPool, connector: str) -> None:
+        await asyncio.sleep(0.01)
+        if connector in self.refuse:
+            raise HandshakeRefused(f"{connector} does not reach")
+        self.attached.append((pool, connector))
+
+    def detach(self, peer_id: str) -> None:
+        self.detached.append(peer_id)
+
+
+def directory(
+    half: Half, *, model: str = "model", layouts: tuple[str, ...] = ("layout",), secret: MeshSecret = SECRETS
+) -> PeerDirectory:
+    return PeerDirectory("consumer@7", secret, ["shm", "grpc"], model, list(layouts), half.attach, half.detach)
+
+
+def test_a_transfer_from_handshake_to_commit() -> None:
+    async def scenario() -> None:
+        half = Half()
+        async with owning() as owner, directory(half) as peers:
+            owner.offer()
+            peer = await peers.reach(owner.address, 2.0)
+            assert (peer.peer_id, peer.connector, peer.num_blocks, peer.block_bytes) == ("owner@1", "shm", 8, 4096)
+            assert half.attached[0][0].metadata == b"metadata of shm"
+            view = await peers.begin(peer, transfer_id="t", offer_id="o", digest=DIGEST, remaining_s=5.0)
+            assert (view.groups, view.num_tokens) == ([owner.blocks], 20)
+            owner.offers.release("o")
+            owner.servicer.settle()
+            assert owner.ended == []
+            assert await peers.end("owner@1", "t", True)
+            assert [each.reason for each in owner.ended] == [Reason.RELEASED]
+            assert owner.offers.transfers_ended[TransferState.COMMITTED] == 1
+            assert not await peers.end("owner@1", "t", True)
+            assert not await peers.end("nobody@1", "t", True)
+        assert half.detached == ["owner@1"]
+
+    asyncio.run(scenario())
+
+
+def test_what_the_owner_refuses_arrives_as_the_same_error() -> None:
+    async def scenario() -> None:
+        async with owning() as owner, directory(Half()) as peers:
+            owner.offer()
+            peer = await peers.reach(owner.address, 2.0)
+            foreign = [GroupBlocks(group=0, block_ids=[3], generations=[])]
+            with pytest.raises(Forbidden, match="foreign_blocks"):
+                await peers.begin(peer, transfer_id="t1", offer_id="o", digest=DIGEST, groups=foreign, remaining_s=5.0)
+            with pytest.raises(TransferFailed, match="unknown"):
+                await peers.begin(peer, transfer_id="t2", offer_id="p", digest=DIGEST, remaining_s=5.0)
+            with pytest.raises(TransferFailed, match="digest"):
+                await peers.begin(peer, transfer_id="t3", offer_id="o", digest=b"", remaining_s=5.0)
+            assert peers.lost == 0
+            assert await peers.reach(owner.address, 2.0) is peer
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": "other model"}, ("other model", "model")),
+        ({"layouts": ("other layout",)}, ("other layout", "layout")),
+    ],
+)
+def test_different_fingerprints_are_refused_and_both_named(changes: dict[str, object], named: tuple[str, str]) -> None:
+    async def scenario() -> str:
+        async with owning() as owner, directory(Half(), **changes) as peers:  # type: ignore[arg-type]
+            with pytest.raises(HandshakeRefused) as caught:
+                await peers.reach(owner.address, 2.0)
+            return caught.value.message
+
+    message = asyncio.run(scenario())
+    assert all(f"[{name}]" in message for name in named)
+
+
+def test_opaque_pools_match_any_fingerprint() -> None:
+    async def scenario() -> None:
+        async with owning(model="", layouts=()) as owner, directory(Half()) as peers:
+            assert (await peers.reach(owner.address, 2.0)).peer_id == "owner@1"
+
+    asyncio.run(scenario())
+
+
+def test_protocol_ranges_that_do_not_meet_are_refused() -> None:
+    async def scenario() -> None:
+        async with owning() as owner, grpc.aio.insecure_channel(owner.address) as channel:
+            stub = mesh_pb2_grpc.KVPeerStub(channel)
+            request = pb.HandshakeRequest(peer_id="future@1", protocol_min=7, protocol_max=9)
+            with pytest.raises(grpc.aio.AioRpcError, match="7 to 9") as caught:
+                await stub.Handshake(request, timeout=2, metadata=SECRETS.call_metadata())
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+    asyncio.run(scenario())
+
+
+def test_another_secret_is_refused() -> None:
+    async def scenario() -> None:
+        async with owning() as owner, directory(Half(), secret=MeshSecret("of another mesh")) as peers:
+            with pytest.raises(HandshakeRefused, match="secret"):
+                await peers.reach(owner.address, 2.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_connector_that_does_not_reach_falls_back_and_is_counted() -> None:
+    async def scenario() -> None:
+        half = Half(refuse={"shm"})
+        async with owning() as owner, directory(half) as peers:
+            peer = await peers.reach(owner.address, 2.0)
+            assert peer.connector == "grpc"
+            # Where grpc reads from is where the handshake was answered.
+            assert half.attached[0][0].metadata == owner.address.encode()
+            assert peers.fallbacks == {"shm": 1}
+
+    asyncio.run(scenario())
+
+
+def test_no_common_connector_is_an_error_that_names_each() -> None:
+    async def scenario() -> None:
+        async with owning(connectors=("shm", "nixl")) as owner, directory(Half(refuse={"shm"})) as peers:
+            with pytest.raises(HandshakeRefused, match=r"shm: shm does not reach; grpc: the peer does not offer it"):
+                await peers.reach(owner.address, 2.0)
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_come_together_shake_hands_once() -> None:
+    async def scenario() -> None:
+        half = Half()
+        async with owning() as owner, directory(half) as peers:
+            reached = await asyncio.gather(*(peers.reach(owner.address, 2.0) for _ in range(20)))
+            assert len({id(peer) for peer in reached}) == len(half.attached) == 1
+            # Another name of the same process is the same peer.
+            assert await peers.reach(f"localhost:{owner.port}", 2.0) is reached[0]
+            assert len(half.attached) == 1
+            peers.forget("owner@1")
+            assert half.detached == ["owner@1"]
+            await peers.reach(owner.address, 2.0)
+            assert len(half.attached) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_restarted_owner_replaces_its_predecessor() -> None:
+    async def scenario() -> None:
+        half = Half()
+        async with directory(half) as peers:
+            async with owning("owner@1") as owner:
+                old = await peers.reach(owner.address, 2.0)
+                port = owner.port
+            async with owning("owner@2", port=port) as owner:
+                owner.offer()
+                # The cached one is found dead or different at the first call, and not used again.
+                with pytest.raises(MeshError):
+                    await peers.begin(old, transfer_id="t1", offer_id="nothing", digest=DIGEST, remaining_s=5.0)
+                peers.forget("owner@1")
+                new = await peers.reach(owner.address, 2.0)
+                assert new.peer_id == "owner@2"
+                await peers.begin(new, transfer_id="t2", offer_id="o", digest=DIGEST, remaining_s=5.0)
+                assert half.detached == ["owner@1"]
+
+    asyncio.run(scenario())
+
+
+def test_a_second_name_reveals_a_restart() -> None:
+    async def scenario() -> None:
+        half = Half()
+        async with directory(half) as peers:
+            async with owning("owner@1") as owner:
+                await peers.reach(owner.address, 2.0)
+            async with owning("owner@2") as owner:
+                await peers.reach(owner.address, 2.0)
+                assert half.detached == ["owner@1"]
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_owner_costs_at_most_the_deadline() -> None:
+    async def scenario() -> None:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            async with directory(Half()) as peers:
+                for address in (f"127.0.0.1:{silent.getsockname()[1]}", "127.0.0.1:1"):
+                    started_s = time.monotonic()
+                    with pytest.raises(PeerUnavailable, match=address):
+                        await peers.reach(address, 0.4)
+                    assert time.monotonic() - started_s < 2.0
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_is_dropped_at_its_first_failed_call() -> None:
+    async def scenario() -> None:
+        half = Half()
+        async with directory(half) as peers:
+            async with owning() as owner:
+                peer = await peers.reach(owner.address, 2.0)
+            with pytest.raises(PeerUnavailable):
+                await peers.begin(peer, transfer_id="t", offer_id="o", digest=DIGEST, remaining_s=1.0)
+            assert half.detached == ["owner@1"]
+            assert peers.lost == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_pull_that_lost_its_peer_drops_it() -> None:
+    async def scenario() -> None:
+        half = Half()
+        async with owning() as owner, directory(half) as peers:
+            owner.offer()
+            peer = await peers.reach(owner.address, 2.0)
+            for transfer_id, reason in (("t1", "stale"), ("t2", "cancelled"), ("t3", "peer_lost")):
+                assert half.detached == []
+                await peers.begin(peer, transfer_id=transfer_id, offer_id="o", digest=DIGEST, remaining_s=5.0)
+                assert await peers.end("owner@1", transfer_id, False, reason)
+            assert half.detached == ["owner@1"]
+            outcomes = owner.offers.transfers_ended
+            assert (outcomes[TransferState.FAILED], outcomes[TransferState.ABORTED]) == (2, 1)
+
+    asyncio.run(scenario())
+
+
+def test_running_transfers_are_renewed_and_left_ones_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "RENEW_INTERVAL_S", 0.1)
+    monkeypatch.setattr(offers, "TRANSFER_LEASE_S", 0.5)
+
+    async def scenario() -> None:
+        async with owning() as owner, directory(Half()) as peers:
+            owner.offer(lease_s=0.5)
+            peer = await peers.reach(owner.address, 2.0)
+            for transfer_id in ("kept", "also kept"):
+                await peers.begin(peer, transfer_id=transfer_id, offer_id="o", digest=DIGEST, remaining_s=9.0)
+            await asyncio.sleep(1.2)
+            assert owner.offers.num_transfers == 2
+            assert owner.ended == []
+            # A consumer that vanishes stops renewing.
+            peer.transfers.clear()
+            async with asyncio.timeout(3.0):
+                while not owner.ended:
+                    await asyncio.sleep(0.05)
+            assert owner.offers.num_transfers == owner.offers.num_open == 0
+            assert owner.offers.transfers_ended[TransferState.EXPIRED] == 2
+            assert [each.reason for each in owner.ended] == [Reason.EXPIRED]
+
+    asyncio.run(scenario())
+
+
+def test_nothing_runs_while_nothing_is_transferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "RENEW_INTERVAL_S", 0.05)
+
+    async def scenario() -> None:
+        async with owning() as owner, directory(Half()) as peers:
+            owner.offer()
+            peer = await peers.reach(owner.address, 2.0)
+            await peers.begin(peer, transfer_id="t", offer_id="o", digest=DIGEST, remaining_s=5.0)
+            await peers.end("owner@1", "t", True)
+            await asyncio.sleep(0.2)
+            assert not [task for task in asyncio.all_tasks() if task.get_name() == "renew-transfers"]
+
+    asyncio.run(scenario())
+
+
+def test_blocks_are_read_only_from_the_owner_they_were_promised_by() -> None:
+    async def scenario() -> None:
+        async with owning() as owner, grpc.aio.insecure_channel(owner.address) as channel:
+            stub = mesh_pb2_grpc.KVPeerStub(channel)
+            for request, code in (
+                (pb.ReadBlocksRequest(peer_id="owner@0", block_ids=[1]), grpc.StatusCode.FAILED_PRECONDITION),
+                (pb.ReadBlocksRequest(peer_id="owner@1", block_ids=[8]), grpc.StatusCode.INVALID_ARGUMENT),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async for _ in stub.ReadBlocks(request, timeout=2, metadata=SECRETS.call_metadata()):
+                        pass
+                assert caught.value.code() is code
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.EndTransfer(pb.EndTransferRequest(transfer_id="t"), timeout=2)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    asyncio.run(scenario())
