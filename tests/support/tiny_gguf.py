@@ -1,0 +1,82 @@
+"""Tiny GGUF files, written as llama.cpp's converter writes them, from the tiny checkpoints' weights."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def make_tiny_gguf(
+    checkpoint: Path,
+    path: Path,
+    *,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    rope_factors: list[float] | None = None,
+) -> Path:
+    """Convert a `make_tiny` checkpoint (llama, qwen2 or qwen3) into `path`; matrices become `kind`, vectors stay F32.
+
+    Holds the vocabulary's tokens, but no merges: enough for the engine, not for a tokenizer.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    arch = config["model_type"]
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+    writer.add_token_list([f"t{index}" for index in range(config["vocab_size"])])
+    writer.add_eos_token_id(1)
+    writer.add_eot_token_id(3)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
+    for name, weight in load_file(checkpoint / "model.safetensors").items():
+        if arch == "llama" and ".q_proj." in name:
+            weight = _pairs(weight, config["num_attention_heads"])
+        if arch == "llama" and ".k_proj." in name:
+            weight = _pairs(weight, config["num_key_value_heads"])
+        quantized = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(weight, quantized), raw_dtype=quantized)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _pairs(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+
+
+def _gguf_name(name: str) -> str:
+    stem, suffix = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        return f"blk.{layer}.{NAMES[part]}.{suffix}"
+    return f"{NAMES[stem]}.{suffix}"
