@@ -1,0 +1,154 @@
+"""A real core process over ZMQ with a tiny model: start, serve, sleep, fail and die."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdmesh.config import EngineConfig
+from pdmesh.engine.core_client import CoreClient
+from pdmesh.engine.messages import StepOutput
+from pdmesh.errors import ConfigError
+from pdmesh.protocol.messages import ChoiceDelta
+from support.core_harness import make_add
+from support.tiny_models import make_tiny
+
+PROMPT = list(range(5, 75))
+SEVERAL = {"n": 3, "temperature": 0.8, "seed": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+def config_of(model: Path, **settings: object) -> EngineConfig:
+    fixed = {"model": str(model), "cpu_threads": 1, "connector": ["shm"], "kv_cache_memory_bytes": 4 << 20}
+    return EngineConfig(**(fixed | settings))  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def started(config: EngineConfig) -> AsyncIterator[CoreClient]:
+    stages: list[str] = []
+    client = CoreClient(config, engine_id="test", epoch=7, on_progress=lambda stage, _: stages.append(stage))
+    async with asyncio.timeout(60), client:
+        assert stages
+        yield client
+
+
+async def generate(client: CoreClient, num_choices: int = 1, **options: object) -> list[ChoiceDelta]:
+    client.send(make_add(PROMPT, **options))
+    deltas: list[ChoiceDelta] = []
+    async for message in client.outputs():
+        assert isinstance(message, StepOutput)
+        deltas += message.deltas
+        if sum(bool(delta.finish_reason) for delta in deltas) == num_choices:
+            break
+    return deltas
+
+
+def tokens_of(deltas: list[ChoiceDelta]) -> dict[int, list[int]]:
+    return {
+        choice: [token for delta in deltas if delta.choice == choice for token in delta.token_ids]
+        for choice in {delta.choice for delta in deltas}
+    }
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await test()
+
+    asyncio.run(bounded())
+
+
+def test_a_core_serves_sleeps_ends_and_its_death_is_noticed(model: Path) -> None:
+    async def test() -> None:
+        async with started(config_of(model)) as client:
+            deltas = await generate(client)
+            assert [len(delta.token_ids) for delta in deltas] == [1] * 8
+            assert (client.ready.block_size, client.ready.num_blocks) == (32, 256)
+            assert "shm" in client.ready.connectors
+            # The server maps the same pool, and it holds the prompt's KV.
+            pool = client.pool()
+            assert pool.blocks.any()
+            pool.close()
+            process = psutil.Process(client.pid)
+            await asyncio.sleep(0.2)
+            before = process.cpu_times()
+            await asyncio.sleep(0.8)
+            after = process.cpu_times()
+            assert (after.user + after.system) - (before.user + before.system) < 0.03
+            # A terminal's Ctrl-C reaches the core too; only its server ends it.
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
+            several = tokens_of(await generate(client, num_choices=3, **SEVERAL))
+            assert {len(tokens) for tokens in several.values()} == {8}
+            began = time.monotonic()
+        assert await client.died() == "exit code 0"
+        assert time.monotonic() - began < 5
+
+        # A second core computes the same in chunks of 16, and is killed.
+        async with started(config_of(model, max_num_batched_tokens=16, enable_prefix_caching=False)) as client:
+            assert tokens_of(await generate(client, num_choices=3, **SEVERAL)) == several
+            os.kill(client.pid, signal.SIGKILL)
+            began = time.monotonic()
+            assert await client.died() == "killed by signal 9"
+            assert not client.alive
+            assert [message async for message in client.outputs()] == []
+            assert time.monotonic() - began < 2
+            client.send(make_add(PROMPT))
+
+    run(test)
+
+
+def test_what_cannot_start_is_a_config_error() -> None:
+    async def test() -> None:
+        with pytest.raises(ConfigError, match="/no/such/model"):
+            async with CoreClient(
+                config_of(Path("/no/such/model")), engine_id="test", epoch=7, on_progress=lambda *_: None
+            ):
+                pass
+
+    run(test)
+
+
+def test_a_core_dies_with_the_process_that_started_it(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        "from pdmesh.config import EngineConfig\n"
+        "from pdmesh.engine.core_client import CoreClient\n"
+        "async def main():\n"
+        "    config = EngineConfig.model_validate_json(sys.argv[1])\n"
+        "    async with CoreClient(config, engine_id='t', epoch=1, on_progress=lambda *_: None) as client:\n"
+        "        print(client.pid, flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+
+    async def test() -> None:
+        server = await asyncio.create_subprocess_exec(
+            sys.executable, str(script), config_of(model).model_dump_json(), stdout=asyncio.subprocess.PIPE
+        )
+        assert server.stdout is not None
+        async with asyncio.timeout(60):
+            core = psutil.Process(int(await server.stdout.readline()))
+        server.kill()
+        await server.wait()
+        _, alive = psutil.wait_procs([core], timeout=5)
+        assert not alive
+
+    run(test)
+
+
+def test_the_client_imports_no_torch() -> None:
+    code = "import sys, pdmesh.engine.core_client; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
