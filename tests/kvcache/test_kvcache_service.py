@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -212,6 +214,28 @@ def test_engine_that_is_gone_or_restarted_costs_only_its_blocks() -> None:
                 await tier.until("slots_used", at_least(3))
                 assert (await alive.pull(tier, await tier.lookup(chain("c", 2)))).reason == ""
                 assert np.array_equal(alive.pool.blocks[:2], content)
+
+    asyncio.run(scenario())
+
+
+def test_pool_of_an_idle_engine_does_not_stay_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdmesh_kvcache.puller.PEER_IDLE_S", 0.3)
+
+    def num_maps() -> int:
+        return Path("/proc/self/maps").read_text().count("pdmesh-idler")
+
+    async def scenario() -> None:
+        async with running_tier() as tier, running_engine("idler") as idler:
+            assert num_maps() == 1
+            for at in range(2):
+                idler.fill([at], seed=at)
+                await idler.store(tier, chain(f"prompt {at}", 1), [at])
+                await tier.until("slots_used", at_least(at + 1))
+                assert num_maps() == 2
+                deadline = time.monotonic() + 5
+                while num_maps() > 1:
+                    assert time.monotonic() < deadline
+                    await asyncio.sleep(0.05)
 
     asyncio.run(scenario())
 

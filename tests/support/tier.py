@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc.aio
+import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -59,7 +60,7 @@ class RunningTier:
     """The service in this process, seen through its ports."""
 
     def __init__(self, port: int, grpc_port: int) -> None:
-        self.http = f"http://127.0.0.1:{port}"
+        self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False)
         self.address = f"127.0.0.1:{grpc_port}"
         self._channel = grpc.aio.insecure_channel(self.address)
         self.stub = mesh_pb2_grpc.KVCacheStub(self._channel)
@@ -69,6 +70,7 @@ class RunningTier:
 
     async def close(self) -> None:
         await self._channel.close()
+        await self._http.aclose()
 
     async def lookup(
         self,
@@ -108,10 +110,7 @@ class RunningTier:
 
     async def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry `labels`."""
-        import httpx
-
-        async with httpx.AsyncClient() as client:
-            text = (await client.get(f"{self.http}/metrics")).text
+        text = (await self._http.get("/metrics")).text
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)

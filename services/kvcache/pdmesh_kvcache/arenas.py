@@ -17,7 +17,7 @@ from pdmesh.connector.pool import PAGE_BYTES
 from pdmesh.security import MeshSecret
 from pdmesh_kvcache.arena import Arena, BlockKind
 from pdmesh_kvcache.config import KVCacheConfig
-from pdmesh_kvcache.host import ArenaHost
+from pdmesh_kvcache.host import ArenaHost, lookup_pin
 from pdmesh_kvcache.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class ArenaSet:
 
     def of_lookup(self, transfer_id: str) -> ArenaHost | None:
         """Find the arena in which a lookup pinned something."""
-        return next((host for host in self._hosts if host.index.has_pin(transfer_id)), None)
+        return next((host for host in self._hosts if host.index.has_pin(lookup_pin(transfer_id))), None)
 
     def of_peer_id(self, peer_id: str) -> ArenaHost | None:
         """Find an arena by its pool's id."""

@@ -101,7 +101,12 @@ class ArenaHost:
         self.owner.settle()
 
     def _on_ended(self, ended: EndedOffer) -> None:
-        self.index.unpin(ended.offer_id)
+        self.index.unpin(lookup_pin(ended.offer_id))
+
+
+def lookup_pin(transfer_id: str) -> str:
+    """Name of a lookup's pins, apart from those that the service makes for itself."""
+    return f"lookup {transfer_id}"
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -20,7 +20,7 @@ from pdmesh_kvcache.arena import Arena, BlockKind
 from pdmesh_kvcache.arenas import ArenaSet
 from pdmesh_kvcache.backing import Backing
 from pdmesh_kvcache.config import KVCacheConfig
-from pdmesh_kvcache.host import ArenaHost
+from pdmesh_kvcache.host import ArenaHost, lookup_pin
 from pdmesh_kvcache.index import Reservation
 from pdmesh_kvcache.metrics import Metrics
 from pdmesh_kvcache.value import ValueRejected, decode, storage_key
@@ -90,7 +90,7 @@ class _Search:
         return self.query.keys[len(self.slots) :]
 
     def pin(self, host: ArenaHost, keys: list[bytes], source: HitSource) -> None:
-        self.slots += host.index.pin(self.query.transfer_id, keys)
+        self.slots += host.index.pin(lookup_pin(self.query.transfer_id), keys)
         self.num[source] += len(keys)
 
 

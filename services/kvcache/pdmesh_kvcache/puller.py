@@ -6,6 +6,7 @@ loop hears of ended pulls through their descriptors.
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -22,6 +23,9 @@ from pdmesh_kvcache.arena import Arena
 
 ResultT = TypeVar("ResultT")
 
+# An engine that is gone, or has nothing to store, does not keep its pool mapped here; meeting it again takes milliseconds.
+PEER_IDLE_S = 30.0
+
 
 class Puller:
     """An async context manager around one arena's connectors. Leaving it ends all pulls; after that nothing writes."""
@@ -34,6 +38,9 @@ class Puller:
         self._secret = secret
         self._connectors: dict[str, WorkerConnector] = {}
         self._connector_of: dict[str, str] = {}
+        self._num_pulls: Counter[str] = Counter()
+        self._idle_timers: dict[str, asyncio.TimerHandle] = {}
+        self._closing = False
         self._waiting: dict[str, asyncio.Future[PullResult]] = {}
         self._numbers = itertools.count()
         self._stack = AsyncExitStack()
@@ -67,6 +74,9 @@ class Puller:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closing = True
+        for timer in self._idle_timers.values():
+            timer.cancel()
         await self._stack.aclose()
         for waiting in self._waiting.values():
             waiting.cancel()
@@ -80,6 +90,7 @@ class Puller:
             peer = await self.peers.reach(address, deadline_s)
         if peer.peer_id != owner_id:
             raise PeerUnavailable(f"{owner_id} is gone: {peer.peer_id} answers at {address}")
+        self._forget_when_idle(peer.peer_id)
         return peer
 
     async def pull(
@@ -101,12 +112,25 @@ class Puller:
             target_block_ids=slots,
             deadline_s=deadline_s,
         )
+        self._num_pulls[peer.peer_id] += 1
+        self._stop_timer(peer.peer_id)
         try:
             await self._in_thread(partial(connector.start, pull))
             # The connector's contract: every pull ends, at its deadline at the latest.
             return await waiting
         finally:
             self._waiting.pop(transfer_id, None)
+            self._num_pulls -= Counter([peer.peer_id])
+            self._forget_when_idle(peer.peer_id)
+
+    def _forget_when_idle(self, peer_id: str) -> None:
+        self._stop_timer(peer_id)
+        if not self._num_pulls[peer_id] and not self._closing:
+            self._idle_timers[peer_id] = self._loop.call_later(PEER_IDLE_S, self.peers.forget, peer_id)
+
+    def _stop_timer(self, peer_id: str) -> None:
+        if (timer := self._idle_timers.pop(peer_id, None)) is not None:
+            timer.cancel()
 
     async def _attach(self, pool: PeerPool, name: str) -> None:
         connector = self._connectors[name]
@@ -114,6 +138,7 @@ class Puller:
         self._connector_of[pool.peer_id] = name
 
     def _detach(self, peer_id: str) -> None:
+        self._stop_timer(peer_id)
         connector = self._connectors[self._connector_of.pop(peer_id)]
         self._thread.submit(connector.disconnect, peer_id)
 
@@ -134,7 +159,7 @@ class Puller:
             waiting = self._waiting.get(result.transfer_id)
             if waiting is not None and not waiting.done():
                 waiting.set_result(result)
-        if connector.fileno() >= 0:
+        if not self._closing:
             self._watch(connector)
 
     async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:

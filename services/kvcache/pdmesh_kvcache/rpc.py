@@ -24,6 +24,7 @@ KEY_BYTES = 32
 MAX_ID_CHARS = 256
 MAX_BLOCK_BYTES = 1 << 30
 ANSWER_SHARE = 0.8
+MAX_WAIT_S = 60.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -53,7 +54,7 @@ class TierServicer(mesh_pb2_grpc.KVCacheServicer):
                     kind=_kind_of(request),
                     group=request.group,
                     keys=list(request.keys),
-                    remaining_s=min(request.remaining_ms / 1000, _patience_s(context)),
+                    remaining_s=min(request.remaining_ms / 1000, _patience_s(context), MAX_WAIT_S),
                 )
             )
         except InvalidRequest as exc:

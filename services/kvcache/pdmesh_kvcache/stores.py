@@ -162,7 +162,12 @@ class Stores:
         most = max(1, PART_BYTES // store.block_bytes)
         while rest:
             part = rest[:most]
-            reason = await self._pull(store, host, peer, part, deadline_s - time.monotonic())
+            try:
+                reason = await self._pull(store, host, peer, part, deadline_s - time.monotonic())
+            except Exception:
+                # It never began.
+                host.index.abort(rest)
+                raise
             if not reason:
                 host.index.commit(part)
                 self._metrics.blocks_committed.inc(len(part))

@@ -153,7 +153,7 @@ class Writer:
         return batch
 
     async def _encoded(self, batch: list[_Write]) -> dict[str, bytes]:
-        pin_id = f"write-{next(self._numbers)}"
+        pin_id = f"write {next(self._numbers)}"
         slots = [write.arena.index.pin(pin_id, [write.key])[0] for write in batch]
         encoding = asyncio.ensure_future(asyncio.to_thread(self._encode, batch, slots))
         try:
