@@ -1,32 +1,24 @@
 """Answers an engine's question "how much of this prompt do you hold": a leading run of its block keys, pinned.
 
-First what the arena holds, then, within the time the engine gives, what Redis or Valkey holds: fetched in batches, checked,
-copied into slots, and from then on held like any other block.
+First what the arena holds, then, within the time the engine gives, what Redis or Valkey holds (`promotion`).
 """
 
-import asyncio
-import logging
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import numpy as np
-
-from pdmesh.errors import DeadlineExceeded, InvalidRequest, PeerError
+from pdmesh.errors import InvalidRequest
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.security import MeshSecret
-from pdmesh_kvcache.arena import Arena, BlockKind
+from pdmesh_kvcache.arena import BlockKind
 from pdmesh_kvcache.arenas import ArenaSet
 from pdmesh_kvcache.backing import Backing
 from pdmesh_kvcache.config import KVCacheConfig
 from pdmesh_kvcache.host import ArenaHost, lookup_pin
-from pdmesh_kvcache.index import Reservation
 from pdmesh_kvcache.metrics import Metrics
-from pdmesh_kvcache.value import ValueRejected, decode, storage_key
+from pdmesh_kvcache.promotion import Cut, Promotion
 from pdmesh_kvcache.writer import Writer
-
-log = logging.getLogger(__name__)
 
 # A lookup that is neither sealed nor ended by then was cut off in the middle; its pins go.
 SEAL_GRACE_S = 5.0
@@ -35,17 +27,6 @@ SEAL_GRACE_S = 5.0
 class HitSource(StrEnum):
     ARENA = "arena"
     BACKING = "backing"
-
-
-class Cut(StrEnum):
-    """Why a lookup may have found less than there was."""
-
-    DEADLINE = "deadline"
-    BACKING = "backing"
-    """Redis or Valkey failed."""
-    FULL = "full"
-    """No slot could be freed for what was found there."""
-    OVERLOADED = "overloaded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +91,8 @@ class Lookups:
         self._config = config
         self._arenas = arenas
         self._backing = backing
-        self._writer = writer
-        self._secret = secret
         self._metrics = metrics
+        self._promotion = Promotion(arenas=arenas, backing=backing, writer=writer, secret=secret, metrics=metrics)
 
     async def find(self, query: Query) -> Found:
         """Find and pin the longest run of hits from the first key on. Raises InvalidRequest for a reused transfer id."""
@@ -120,7 +100,7 @@ class Lookups:
         self._metrics.lookups.inc()
         self._metrics.lookup_blocks.inc(len(query.keys))
         if self._arenas.num_open_lookups >= self._config.max_open_lookups:
-            self._cut(Cut.OVERLOADED)
+            self._metrics.lookups_cut.labels(Cut.OVERLOADED).inc()
             return Found(blocks=_no_blocks(query.group))
         search = _Search(query, deadline_s=started_s + query.remaining_s)
         with ExitStack() as using:
@@ -161,24 +141,17 @@ class Lookups:
         """Bring the next batch of the rest from Redis or Valkey into slots and pin it; False when the run ends here."""
         if not self._backing.up:
             return False
-        layout = search.query.kind.layout_fingerprint
         keys = self._next_batch(search)
-        try:
-            if search.remaining_s <= 0:
-                raise DeadlineExceeded("the lookup's time was over")
-            fetched = await self._backing.fetch([storage_key(layout, key) for key in keys], search.remaining_s)
-        except DeadlineExceeded:
-            self._cut(Cut.DEADLINE)
+        values = await self._promotion.fetch(search.query.kind, keys, search.remaining_s)
+        if not values:
             return False
-        except PeerError:
-            self._cut(Cut.BACKING)
-            return False
-        values = _leading(fetched)
-        if not values or not await self._has_host(search, using, keys[0], values[0]):
-            return False
-        assert search.host is not None, "a host was found or made"
-        num_kept = await self._keep(search.host, keys[: len(values)], values)
-        num_held = search.host.index.num_leading(keys[:num_kept])
+        if search.host is None:
+            host = await self._promotion.open_arena(search.query.kind, keys[0], values[0])
+            if host is None:
+                return False
+            self._settle_in(search, host, using)
+        assert search.host is not None, "it was there or has been made"
+        num_held = await self._promotion.keep(search.host, keys, values)
         search.pin(search.host, keys[:num_held], HitSource.BACKING)
         return num_held == len(keys)
 
@@ -190,62 +163,6 @@ class Lookups:
         batch = search.rest[:most]
         held = (at for at, key in enumerate(batch) if search.host.index.slot_of(key) is not None)
         return batch[: next(held, len(batch))]
-
-    async def _has_host(self, search: _Search, using: ExitStack, key: bytes, value: bytes) -> bool:
-        """Make the arena when the first value of a layout shows how large its blocks are."""
-        if search.host is not None:
-            return True
-        kind = search.query.kind
-        try:
-            block_bytes = len(decode(self._secret, kind.layout_fingerprint, key, value))
-        except ValueRejected as exc:
-            self._reject(kind, key, exc)
-            return False
-        host = await self._arenas.open(kind, block_bytes)
-        if host is None:
-            self._cut(Cut.FULL)
-            return False
-        self._settle_in(search, host, using)
-        return True
-
-    async def _keep(self, host: ArenaHost, keys: list[bytes], values: list[bytes]) -> int:
-        """Copy checked values into slots and show them; returns how many of `keys`, from the first, are good."""
-        num_new = sum(not host.index.is_known(key) for key in keys)
-        reserved = host.index.reserve(keys)
-        by_key = dict(zip(keys, values, strict=True))
-        copying = asyncio.ensure_future(asyncio.to_thread(self._copy, host.arena, reserved, by_key))
-        try:
-            await asyncio.shield(copying)
-        finally:
-            # A thread cannot be cancelled: the slots are given back or shown when it has written them.
-            await asyncio.wait([copying])
-            rejected = copying.result()
-            good = [each for each in reserved if each.key not in rejected]
-            host.index.abort([each for each in reserved if each.key in rejected])
-            host.index.commit(good)
-        if len(reserved) < num_new:
-            self._cut(Cut.FULL)
-        for key, error in rejected.items():
-            self._reject(host.arena.kind, key, error)
-        layout = host.arena.kind.layout_fingerprint
-        self._writer.refresh({storage_key(layout, each.key): len(by_key[each.key]) for each in good})
-        return next((at for at, key in enumerate(keys) if key in rejected), len(keys))
-
-    def _copy(
-        self, arena: Arena, reserved: list[Reservation], values: dict[bytes, bytes]
-    ) -> dict[bytes, ValueRejected]:
-        """Check values and write the good ones to their slots; runs in a thread."""
-        rejected: dict[bytes, ValueRejected] = {}
-        for each in reserved:
-            try:
-                payload = decode(self._secret, arena.kind.layout_fingerprint, each.key, values[each.key])
-                if len(payload) != arena.pool.shape.block_bytes:
-                    raise ValueRejected("length")
-            except ValueRejected as exc:
-                rejected[each.key] = exc
-            else:
-                arena.pool.blocks[each.slot] = np.frombuffer(payload, dtype=np.uint8)
-        return rejected
 
     def _sealed(self, search: _Search) -> Found:
         query, host = search.query, search.host
@@ -260,26 +177,6 @@ class Lookups:
             num_backing=search.num[HitSource.BACKING],
             peer_id=host.arena.peer_id,
         )
-
-    def _reject(self, kind: BlockKind, key: bytes, error: ValueRejected) -> None:
-        """Count a value that failed its checks, and have it deleted."""
-        self._metrics.values_rejected.labels(str(error)).inc()
-        name = storage_key(kind.layout_fingerprint, key)
-        log.warning("%s failed its check (%s) and is removed", name, error)
-        self._writer.remove(name)
-
-    def _cut(self, reason: Cut) -> None:
-        self._metrics.lookups_cut.labels(reason).inc()
-
-
-def _leading(values: list[bytes | None]) -> list[bytes]:
-    """The values before the first that is missing."""
-    leading: list[bytes] = []
-    for value in values:
-        if value is None:
-            break
-        leading.append(value)
-    return leading
 
 
 def _no_blocks(group: int) -> GroupBlocks:
