@@ -137,6 +137,8 @@ def main() -> None:
     except MeshError as exc:
         sys.stderr.write(f"pdmesh: {exc.message}\n")
         sys.exit(2 if isinstance(exc, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _become(service: str, args: list[str]) -> None:

@@ -1,5 +1,8 @@
 """What `pdmesh up` shows: progress while it starts, then a table and commands to try; plain lines without a terminal."""
 
+import contextlib
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -35,18 +38,21 @@ class Display:
                 self._draw(self._progress, keeper)
             elif self._seen.get(keeper.spec.name) is not keeper.state:
                 self._seen[keeper.spec.name] = keeper.state
-                self._console.print(f"{keeper.spec.name}: {keeper.state}", highlight=False)
+                self.say(f"{keeper.spec.name}: {keeper.state}")
         if self._progress is not None:
-            self._progress.refresh()
+            with self._unread():
+                self._progress.refresh()
 
     def say(self, text: str) -> None:
         """Print news, above the progress while that is shown."""
-        self._console.print(escape(text), highlight=False, soft_wrap=True)
+        with self._unread():
+            self._console.print(escape(text), highlight=False, soft_wrap=True)
 
     def stop_progress(self) -> None:
         """Take the progress away, for good."""
         if self._progress is not None:
-            self._progress.stop()
+            with self._unread():
+                self._progress.stop()
             self._progress = None
 
     def table(self, keepers: list[Keeper]) -> None:
@@ -62,6 +68,14 @@ class Display:
         for row in rows:
             # Lines longer than the terminal wrap there, so that paths can still be copied whole.
             self.say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+    @contextlib.contextmanager
+    def _unread(self) -> Iterator[None]:
+        """Go quiet when the terminal or pipe is gone: a mesh drains just as well unseen. (rich exits on a broken pipe.)"""
+        try:
+            yield
+        except (OSError, SystemExit):
+            self._console.quiet = True
 
     def _draw(self, progress: Progress, keeper: Keeper) -> None:
         name, child = keeper.spec.name, keeper.child

@@ -69,11 +69,11 @@ def _stop_on_signals(mesh: Mesh, display: Display) -> asyncio.Event:
 
     def stop_or_kill() -> None:
         if stop.is_set():
-            display.say("killing what still runs")
             mesh.kill()
+            display.say("killing what still runs")
             return
-        display.say("draining; once more to kill at once")
         stop.set()
+        display.say("draining; once more to kill at once")
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop_or_kill)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from pdmesh.errors import ConfigError, InternalError, MeshError
+from pdmesh.errors import ConfigError, Draining, InternalError, MeshError
 from pdmesh.supervisor.config import MAX_REPLICAS, UpConfig
 from pdmesh.supervisor.health import until_healthy
 from pdmesh.supervisor.keeper import Keeper, KeeperState
@@ -38,6 +38,7 @@ class Mesh:
         self._report = report
         self._announced: dict[Role, list[str]] = {}
         self._started = False
+        self._draining = False
         self._scaling = asyncio.Lock()
 
     async def start(self) -> None:
@@ -73,10 +74,12 @@ class Mesh:
         """Bring the number of engines of each role to `wanted`; returns what was done, one line each.
 
         New engines are announced to the proxy when they are ready; engines to go are withdrawn first, then drained.
-        Raises ConfigError for a number that makes no mesh, or when a new engine cannot start.
+        Raises ConfigError for a number that makes no mesh or when a new engine cannot start, Draining at the wrong time.
         """
         self._check_scale(wanted)
         async with self._scaling:
+            if self._draining or not self._started:
+                raise Draining("scale: the mesh is starting or stopping; try again when it is ready")
             done: list[str] = []
             for role, count in wanted.items():
                 present = self._of(role)
@@ -86,6 +89,7 @@ class Mesh:
 
     async def drain(self) -> None:
         """Stop everything: the proxy, then the engines, then the tier, each after its requests have ended."""
+        self._draining = True
         grace_s = self._config.drain_timeout_s + DRAIN_MARGIN_S if self._started else START_ABORT_GRACE_S
         for roles in DRAIN_ORDER:
             await asyncio.gather(*(keeper.stop(grace_s) for keeper in self.keepers if keeper.spec.role in roles))
