@@ -152,12 +152,13 @@ async def http_server(app: Any, host: str, port: int) -> AsyncIterator[int]:
     bound = _bind(host, port)
     # From here on clients can connect; they wait in the backlog until uvicorn has started.
     bound.listen(HTTP_BACKLOG)
-    server = uvicorn.Server(
+    server = _QuietServer(
         uvicorn.Config(
             app,
             log_config=None,
             access_log=False,
             lifespan="off",
+            date_header=False,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=64 << 10,
         )
@@ -167,9 +168,22 @@ async def http_server(app: Any, host: str, port: int) -> AsyncIterator[int]:
     try:
         yield bound.getsockname()[1]
     finally:
-        server.should_exit = True
+        server.ended.set()
         await task
         bound.close()
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its ten ticks a second, which keep a Date header fresh that nobody needs: idle is free."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ended = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Sleep until the server is to end."""
+        await self.on_tick(0)
+        await self.ended.wait()
 
 
 @asynccontextmanager
