@@ -29,6 +29,7 @@ class Service:
     kind: str
     process: subprocess.Popen[bytes]
     log_path: Path
+    api_key: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     _notify: int = -1
     _pending: bytes = b""
@@ -85,7 +86,10 @@ class Service:
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics, keyed by `name{label="value",…}`."""
-        text = httpx.get(f"{self.http}/metrics", timeout=10).text
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        answer = httpx.get(f"{self.http}/metrics", headers=headers, timeout=10)
+        assert answer.status_code == 200, answer.text
+        text = answer.text
         samples: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -113,7 +117,8 @@ def start(kind: str, *flags: str, folder: Path, env: dict[str, str] | None = Non
             env=os.environ | {"PDMESH_SECRET": "a-secret-for-the-tests"} | (env or {}),
         )
     os.close(write_end)
-    return Service(kind=kind, process=process, log_path=log_path, _notify=read_end)
+    api_key = flags[flags.index("--api-key") + 1] if "--api-key" in flags else ""
+    return Service(kind=kind, process=process, log_path=log_path, api_key=api_key, _notify=read_end)
 
 
 class Mesh:
@@ -145,7 +150,7 @@ class Mesh:
 
     def start_engine(self, role: str, *flags: str, wait: bool = True) -> Service:
         """Add an engine; it is announced to the proxy by `announce`."""
-        common = ["--model", self.model, "--port", "0", "--grpc-port", "0", "--cpu-threads", "1"]
+        common = ["--model", self.model, "--port", "0", "--grpc-port", "0", "--cpu-threads", "1", "--drain-timeout-s", "10"]
         if self.kvcache is not None:
             common += ["--kvcache", self.kvcache.grpc]
         if "--kv-cache-memory-bytes" not in flags:
