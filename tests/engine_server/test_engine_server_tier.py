@@ -108,6 +108,7 @@ async def _a_killed_core_fails_its_requests_and_the_service(engine: RunningEngin
 
 def test_tier_recompute_and_core_death(tiny_model: str) -> None:
     async def scenes() -> None:
+        before = set(psutil.Process().children())
         async with _running_tier() as address:
             first, second = await start_engines(
                 tiny_model, "prefill", "decode", kvcache=address, kv_load_failure_policy="recompute"
@@ -116,7 +117,7 @@ def test_tier_recompute_and_core_death(tiny_model: str) -> None:
         await _a_lost_tier_is_counted_and_waited_for_no_more(second)
         await _an_ended_offer_is_recomputed(first, second)
         await first.stop()
-        (core,) = (each for each in psutil.Process().children() if "core_process" in " ".join(each.cmdline()))
+        (core,) = set(psutil.Process().children()) - before
         await _a_killed_core_fails_its_requests_and_the_service(second, core)
 
     with loop_thread() as loop:

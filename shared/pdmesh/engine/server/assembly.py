@@ -122,7 +122,7 @@ def assemble(
             peers=peers,
             metrics=metrics,
         )
-    fetches = Fetches(peers=peers, tasks=tasks, metrics=metrics)
+    fetches = Fetches(peers=peers, tier=tier, tasks=tasks, metrics=metrics)
     endings = Endings(table=table, core=core, handoff=handoff, fetches=fetches, metrics=metrics)
     sources = Sources(
         config=config,

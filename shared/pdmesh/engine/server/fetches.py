@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from pdmesh.connector.active import PullEnd
 from pdmesh.connector.peers import PeerDirectory
 from pdmesh.engine.messages import TransferEnded
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RunningRequest
+from pdmesh.engine.server.tier_client import TierClient
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +56,9 @@ class Tasks(Protocol):
 class Fetches:
     """The table of pulls that have begun and not ended."""
 
-    def __init__(self, *, peers: PeerDirectory, tasks: Tasks, metrics: EngineMetrics) -> None:
+    def __init__(self, *, peers: PeerDirectory, tier: TierClient | None, tasks: Tasks, metrics: EngineMetrics) -> None:
         self._peers = peers
+        self._tier = tier
         self._tasks = tasks
         self._metrics = metrics
         self._open: dict[str, Fetch] = {}
@@ -107,6 +110,15 @@ class Fetches:
     async def _tell_owner(self, fetch: Fetch, outcome: Outcome, reason: str) -> None:
         try:
             await self._peers.end(fetch.peer_id, fetch.transfer_id, outcome is Outcome.COMMITTED, reason)
+            if reason == PullEnd.PEER_LOST:
+                self._forget(fetch)
         except Exception:
             # The owner's lease ends the transfer.
             log.warning("%s was not told that transfer %s ended", fetch.peer_id, fetch.transfer_id, exc_info=True)
+
+    def _forget(self, fetch: Fetch) -> None:
+        """Shake hands anew before the next pull: the peer's memory is gone, or the core let go of it."""
+        if fetch.origin is Origin.TIER and self._tier is not None:
+            self._tier.lost(fetch.peer_id, "its memory cannot be read any more")
+        else:
+            self._peers.forget(fetch.peer_id)

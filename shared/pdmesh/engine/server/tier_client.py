@@ -7,6 +7,7 @@ connection in the background has succeeded again. Every miss that a fault caused
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
@@ -43,6 +44,8 @@ class Lookup(StrEnum):
     HIT = "hit"
     MISS = "miss"
     UNCONNECTED = "unconnected"
+    PAUSED = "paused"
+    """A call took too long just now."""
     TIMEOUT = "timeout"
     FAILED = "failed"
     RESTARTED = "restarted"
@@ -96,12 +99,15 @@ class TierClient:
         self._stores: deque[BlocksComputed] = deque()
         self._wake = asyncio.Event()
         self._backoff_s = BACKOFF_MIN_S
+        self._paused_until_s = 0.0
+        self._is_reported = False
+        """Whether the log says already that it is away."""
 
     async def lookup(self, transfer_id: str, keys: list[bytes], remaining_s: float) -> TierHit | None:
         """Ask for the longest prefix of `keys`; None for a miss of any kind, never later than the lookup timeout."""
         peer = self._peer
-        if peer is None:
-            self._count(Lookup.UNCONNECTED)
+        if peer is None or time.monotonic() < self._paused_until_s:
+            self._count(Lookup.UNCONNECTED if peer is None else Lookup.PAUSED)
             return None
         request = mesh_pb2.LookupRequest(
             transfer_id=transfer_id,
@@ -116,10 +122,10 @@ class TierClient:
         try:
             reply = await self._stub.Lookup(request, timeout=timeout_s, metadata=self._secret.call_metadata())
         except grpc.aio.AioRpcError as exc:
-            timed_out = exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            self._lost(f"lookup: {exc.code().name} {exc.details()}")
-            self._count(Lookup.TIMEOUT if timed_out else Lookup.FAILED)
+            self._count(Lookup.TIMEOUT if _timed_out(exc) else Lookup.FAILED)
+            self._fault("lookup", exc)
             return None
+        self._backoff_s = BACKOFF_MIN_S
         if not reply.num_hits:
             self._count(Lookup.MISS)
             return None
@@ -145,6 +151,11 @@ class TierClient:
         self._stores.append(computed)
         self._wake.set()
 
+    def lost(self, peer_id: str, why: str) -> None:
+        """Connect anew, unless that has happened since."""
+        if self._peer is not None and self._peer.peer_id == peer_id:
+            self._lost(why)
+
     async def tried(self) -> None:
         """Wait for the first attempt to connect, so that a reachable tier serves the first request; not for long."""
         with contextlib.suppress(TimeoutError):
@@ -156,8 +167,6 @@ class TierClient:
         try:
             while True:
                 if self._peer is None and not await self._connect():
-                    await asyncio.sleep(self._backoff_s)
-                    self._backoff_s = min(self._backoff_s * 2, BACKOFF_MAX_S)
                     continue
                 await self._wake.wait()
                 self._wake.clear()
@@ -167,15 +176,20 @@ class TierClient:
             await self._channel.close(None)
 
     async def _connect(self) -> bool:
+        # Not before the first attempt: a reachable tier serves the first request.
+        if self._attempted.is_set():
+            await asyncio.sleep(self._longer_backoff_s())
         try:
             self._peer = await self._peers.reach(self._address, CONNECT_TIMEOUT_S)
         except MeshError as exc:
-            log.warning("kvcache %s is not used for now: %s", self._address, exc.message)
+            if not self._is_reported:
+                log.warning("kvcache %s is not used until it answers: %s", self._address, exc.message)
+                self._is_reported = True
             return False
         finally:
             self._attempted.set()
         log.info("kvcache %s connected over %s", self._address, self._peer.connector)
-        self._backoff_s = BACKOFF_MIN_S
+        self._is_reported = False
         return True
 
     async def _hand_over(self, computed: BlocksComputed) -> None:
@@ -195,7 +209,7 @@ class TierClient:
             reply = await self._stub.Store(request, timeout=STORE_TIMEOUT_S, metadata=self._secret.call_metadata())
         except grpc.aio.AioRpcError as exc:
             self._metrics.tier_stores.inc(Store.FAILED, amount=len(computed.keys))
-            self._lost(f"store: {exc.code().name} {exc.details()}")
+            self._fault("store", exc)
             return
         self._metrics.tier_stores.inc(Store.ACCEPTED, amount=reply.num_accepted)
         self._metrics.tier_stores.inc(Store.KNOWN, amount=len(computed.keys) - reply.num_accepted)
@@ -203,10 +217,26 @@ class TierClient:
     def _count(self, outcome: Lookup) -> None:
         self._metrics.tier_lookups.inc(outcome)
 
+    def _fault(self, call: str, error: grpc.aio.AioRpcError) -> None:
+        """Ask nothing for a while; anew after another handshake unless the service is merely slow."""
+        if _timed_out(error):
+            self._paused_until_s = time.monotonic() + self._longer_backoff_s()
+        else:
+            self._lost(f"{call}: {error.code().name} {error.details()}")
+
     def _lost(self, why: str) -> None:
-        """Stop asking until `run` has connected again."""
         if self._peer is not None:
             log.warning("kvcache %s: %s; computing without it until it answers again", self._address, why)
             self._peers.forget(self._peer.peer_id)
             self._peer = None
+            self._is_reported = True
             self._wake.set()
+
+    def _longer_backoff_s(self) -> float:
+        """The next pause; each is twice as long as the one before, until a lookup succeeds."""
+        pause_s, self._backoff_s = self._backoff_s, min(self._backoff_s * 2, BACKOFF_MAX_S)
+        return pause_s
+
+
+def _timed_out(error: grpc.aio.AioRpcError) -> bool:
+    return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
