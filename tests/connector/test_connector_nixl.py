@@ -163,8 +163,8 @@ def test_an_idle_helper_uses_no_cpu(node: Node) -> None:
         before = [sum(helper.cpu_times()[:2]) for helper in helpers]
         time.sleep(2.0)
         used_s = [sum(helper.cpu_times()[:2]) - start for helper, start in zip(helpers, before, strict=True)]
-        # Clock ticks are 10 ms: at most one each, 0.5 % of a core.
-        assert max(used_s) <= 0.011
+        # The clock ticks in 10 ms; a progress thread that polls takes half a core, which is 1 s here.
+        assert max(used_s) < 0.025
 
 
 def test_metadata_of_another_mesh_or_peer_is_refused(node: Node) -> None:

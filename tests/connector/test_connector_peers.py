@@ -297,6 +297,27 @@ def test_a_peer_is_dropped_at_its_first_failed_call() -> None:
     asyncio.run(scenario())
 
 
+def test_dropping_a_peer_cancels_nobody() -> None:
+    """A channel that is closed under a call makes grpc raise CancelledError, which ends the wrong task."""
+
+    async def scenario() -> None:
+        async with owning() as owner, directory(Half()) as peers:
+            owner.offer()
+            peer = await peers.reach(owner.address, 2.0)
+            begins = [
+                asyncio.create_task(
+                    peers.begin(peer, transfer_id=f"t{index}", offer_id="o", digest=DIGEST, remaining_s=5.0)
+                )
+                for index in range(20)
+            ]
+            await asyncio.sleep(0)
+            peers.forget(peer.peer_id)
+            outcomes = await asyncio.gather(*begins, return_exceptions=True)
+            assert not [each for each in outcomes if isinstance(each, asyncio.CancelledError)]
+
+    asyncio.run(scenario())
+
+
 def test_a_pull_that_lost_its_peer_drops_it() -> None:
     async def scenario() -> None:
         half = Half()

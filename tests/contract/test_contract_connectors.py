@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -18,6 +19,8 @@ import pytest
 from pdmesh.connector.base import Pull, PullResult, WorkerConnector
 from pdmesh.connector.pool import KVPool, PoolShape
 from pdmesh.connector.registry import make_worker_connectors
+from pdmesh.connector.shm import ShmMetadata
+from pdmesh.connector.shm_socket import fetch_pool
 from pdmesh.errors import HandshakeRefused
 from pdmesh.security import MeshSecret
 from support.pool_node import SECRET, Node, make_pool, pool_node, wait_for, word_of
@@ -218,30 +221,39 @@ def test_another_secret_is_refused(name: str, shared_node: Node) -> None:
         stranger.connector.connect(shared_node.pool_for(name))
 
 
-def test_blocks_rewritten_during_a_pull_are_never_taken_for_the_old(name: str, own_node: Node) -> None:
+def test_blocks_rewritten_during_a_pull_are_never_taken_for_the_old(name: str) -> None:
     """The seqlock: whatever the owner does meanwhile, success means the bytes of the generation that was asked for."""
-    blocks = list(range(96))
-    reasons: set[str] = set()
-    with consumer(name) as made:
-        made.connector.connect(own_node.pool_for(name))
-        for attempt in range(12):
-            generations = own_node.generations(blocks)
-            made.pool.blocks[:] = 0
-            churn = threading.Thread(
-                target=own_node.ask, args=("churn",), kwargs={"block_ids": [95 - attempt], "seconds": 0.02}
-            )
+    chance = random.Random(11)
+    reasons: list[str] = []
+    with pool_node(sorted({name, "shm"}), SHAPE, "mortal@1") as node, consumer(name) as made:
+        made.connector.connect(node.pool_for(name))
+        with watching(node) as owners_pool:
+            churn = threading.Thread(target=node.ask, args=("churn",), kwargs={"seconds": 1.5})
             churn.start()
-            made.pull(own_node, blocks, blocks, generations=generations)
-            reason = made.result().reason
-            churn.join()
-            assert reason in ("", "stale")
-            assert reason == "stale" or made.holds(blocks, blocks, generations)
-            reasons.add(reason)
-        assert "stale" in reasons
-        generations = own_node.generations(blocks)
-        made.pull(own_node, blocks, blocks, generations=generations)
-        assert made.result().reason == ""
-        assert made.holds(blocks, blocks, generations)
+            try:
+                while churn.is_alive():
+                    first, num = chance.randrange(48), chance.choice([1, 8, 48])
+                    source = list(range(first, first + num))
+                    generations = owners_pool.generations_of(source)
+                    made.pull(node, source, source, generations=generations)
+                    reason = made.result().reason
+                    assert reason in ("", "stale")
+                    assert reason == "stale" or made.holds(source, source, generations)
+                    reasons.append(reason)
+            finally:
+                churn.join()
+        assert {"", "stale"} == set(reasons)
+
+
+@contextmanager
+def watching(node: Node) -> Iterator[KVPool]:
+    """The owner's pool itself, to know its generations at once."""
+    name = msgspec.msgpack.decode(node.pool_for("shm").metadata, type=ShmMetadata).socket_name
+    shared = fetch_pool(name, node.peer_id, node.shape, MeshSecret(SECRET))
+    try:
+        yield shared.pool
+    finally:
+        shared.close()
 
 
 def test_a_killed_owner_costs_its_pulls_and_no_more(name: str, own_node: Node, shared_node: Node) -> None:

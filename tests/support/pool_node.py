@@ -7,6 +7,7 @@ bytes alone which block, at which generation, it has got.
 import asyncio
 import json
 import os
+import random
 import select
 import signal
 import subprocess
@@ -156,10 +157,7 @@ class _Server:
                 for block_id in message["block_ids"]:
                     write_block(self.pool, block_id)
             case "churn":
-                end_s = time.monotonic() + message["seconds"]
-                while time.monotonic() < end_s:
-                    for block_id in message["block_ids"]:
-                        write_block(self.pool, block_id)
+                _churn_beside(self.pool, message["seconds"])
             case "metadata":
                 changed = dict(self._changed)
                 return {name: value.hex() for name, value in changed.items()}
@@ -174,6 +172,20 @@ class _Server:
             case _:
                 raise ValueError(command)
         return True
+
+
+def _churn_beside(pool: KVPool, seconds: float) -> None:
+    """Rewrite blocks from another process, as an engine's core does beside its server process."""
+    arguments = ["churn", str(pool.fd), str(pool.shape.num_blocks), str(pool.shape.block_bytes), str(seconds)]
+    subprocess.run([sys.executable, "-m", "support.pool_node", *arguments], pass_fds=[pool.fd], check=True)
+
+
+def _churn(pool: KVPool, seconds: float) -> None:
+    """Any block, with pauses about as long as a pull, so that some pulls meet a change and some do not."""
+    chance, end_s = random.Random(3), time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        write_block(pool, chance.randrange(pool.shape.num_blocks))
+        time.sleep(0.001)
 
 
 async def _serve(names: list[str], shape: PoolShape, peer_id: str, secret: MeshSecret) -> None:
@@ -206,9 +218,11 @@ async def _serve(names: list[str], shape: PoolShape, peer_id: str, secret: MeshS
 
 
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[6]))
-    asyncio.run(
-        _serve(
-            json.loads(sys.argv[1]), PoolShape(int(sys.argv[2]), int(sys.argv[3])), sys.argv[4], MeshSecret(sys.argv[5])
-        )
-    )
+    if sys.argv[1] == "churn":
+        die_with_parent()
+        shape = PoolShape(int(sys.argv[3]), int(sys.argv[4]))
+        _churn(KVPool(int(sys.argv[2]), shape, writable=True), float(sys.argv[5]))
+    else:
+        die_with_parent(int(sys.argv[6]))
+        shape = PoolShape(int(sys.argv[2]), int(sys.argv[3]))
+        asyncio.run(_serve(json.loads(sys.argv[1]), shape, sys.argv[4], MeshSecret(sys.argv[5])))

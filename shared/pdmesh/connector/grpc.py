@@ -6,6 +6,7 @@ them. The owner's half has nothing to do: its server process answers from its ow
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -164,7 +165,7 @@ class GrpcConnector(WorkerConnector):
     def _reading(self, active: ActivePull, peer: _Peer) -> Iterator[_Call]:
         """The call of one pull, where `cancel` finds it; ended in any case."""
         pull = active.pull
-        call = peer.read(pull.source_block_ids, pull.deadline_s)
+        call = peer.read(pull.source_block_ids, max(0.0, active.deadline_s - time.monotonic()))
         with self._lock:
             self._calls[pull.transfer_id] = call
         try:

@@ -16,7 +16,7 @@ PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 """Import names under which NIXL is published."""
 BACKEND = "UCX"
 # Events wake the thread at once; this only bounds the harm of one that was missed.
-PROGRESS_DELAY_US = 100_000
+PROGRESS_DELAY_US = 500_000
 
 
 class ReadState(Enum):

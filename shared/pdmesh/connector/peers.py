@@ -33,7 +33,8 @@ from pdmesh.security import MeshSecret
 log = logging.getLogger(__name__)
 
 GRPC_CONNECTOR = "grpc"
-# A healthy owner answers in milliseconds: these bound what a dead one costs. The handshake's comes from the caller.
+# A healthy owner answers in milliseconds: these bound what a dead one costs.
+HANDSHAKE_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 2.0
 
@@ -243,7 +244,7 @@ class PeerDirectory:
         )
         try:
             reply: pb.HandshakeReply = await stub.Handshake(
-                request, timeout=deadline_s, metadata=self._secret.call_metadata()
+                request, timeout=min(HANDSHAKE_TIMEOUT_S, deadline_s), metadata=self._secret.call_metadata()
             )
         except grpc.aio.AioRpcError as exc:
             raise _translated(exc, address) from exc
@@ -289,7 +290,8 @@ class PeerDirectory:
             if entry.peer is peer:
                 entry.peer = None
         self._detach(peer.peer_id)
-        task = asyncio.create_task(peer.channel.close(None))
+        # Calls under way end by themselves: cut off, they would look like their task's cancellation.
+        task = asyncio.create_task(peer.channel.close(CALL_TIMEOUT_S))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 

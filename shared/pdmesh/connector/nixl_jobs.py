@@ -1,0 +1,160 @@
+"""What the NIXL helper process has registered, and the reads it has under way: handshakes' proofs and pulls.
+
+A pull is a READ of the blocks, then a READ of their generation words, then a comparison.
+"""
+
+import mmap
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdmesh.connector.active import PullEnd
+from pdmesh.connector.nixl_messages import AgentConnected, ConnectAgent, FromHelper, PullEnded, StartPull
+from pdmesh.connector.pool import KVPool, PoolShape
+
+PROOF_BYTES = 32
+# A slot is used again only after this many further handshakes, when a late read into it has long ended.
+NUM_PROOF_SLOTS = 64
+CONNECT_TIMEOUT_S = 3.0
+WORD_BYTES = 8
+
+
+class Memory:
+    """All that is registered: the pool, and a private page run with received words, received proofs and the own proof."""
+
+    def __init__(self, pool_fd: int, shape: PoolShape) -> None:
+        self.shape = shape
+        self.pool = KVPool(pool_fd, shape, writable=True)
+        self.base = _address(self.pool.generations)
+        num_proof_bytes = (NUM_PROOF_SLOTS + 1) * PROOF_BYTES
+        self.scratch_bytes = shape.num_blocks * WORD_BYTES + num_proof_bytes
+        scratch = mmap.mmap(-1, self.scratch_bytes)
+        self.words: NDArray[np.uint64] = np.frombuffer(scratch, dtype="<u8", count=shape.num_blocks)
+        """Generation words as read, indexed by target block: two pulls never have one in common."""
+        self.proofs = np.frombuffer(scratch, dtype=np.uint8, offset=shape.num_blocks * WORD_BYTES)
+        self.proofs = self.proofs.reshape(NUM_PROOF_SLOTS + 1, PROOF_BYTES)
+        self.own_proof = secrets.token_bytes(PROOF_BYTES)
+        self.proofs[-1] = np.frombuffer(self.own_proof, dtype=np.uint8)
+
+    @property
+    def scratch_address(self) -> int:
+        return _address(self.words)
+
+    def proof_address(self, slot: int) -> int:
+        """Address of a proof slot; -1 is the own proof."""
+        return _address(self.proofs[slot])
+
+
+@dataclass(slots=True)
+class Peer:
+    """A peer whose metadata is loaded."""
+
+    name: str
+    message: ConnectAgent
+
+
+class _Stage(Enum):
+    DATA = "data"
+    WORDS = "words"
+
+
+Read = Callable[[NDArray[np.uint64], NDArray[np.uint64], Peer], int]
+"""Begins a NIXL read of remote ranges into local ones and returns its handle."""
+
+
+class Job(Protocol):
+    """A read under way and what comes of it."""
+
+    peer: Peer
+    handle: int
+
+    def on_done(self) -> "FromHelper | None":
+        """The read has ended well: answer, or begin the next read and return None."""
+
+    def on_lost(self) -> FromHelper:
+        """The peer is gone."""
+
+
+class ProofJob:
+    """The handshake: read a secret of the peer's memory, to know that it is reached and that it is the right one."""
+
+    def __init__(self, read: Read, memory: Memory, peer: Peer, slot: int) -> None:
+        self.peer = peer
+        self.deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        self._received = memory.proofs[slot]
+        self._received[:] = 0
+        local = _ranges([memory.proof_address(slot)], PROOF_BYTES)
+        remote = _ranges([peer.message.proof_address], PROOF_BYTES)
+        self.handle = read(local, remote, peer)
+
+    def on_done(self) -> FromHelper:
+        matches = self._received.tobytes() == self.peer.message.proof
+        error = "" if matches else "its memory holds something else than it says"
+        return AgentConnected(peer_id=self.peer.message.peer_id, error=error)
+
+    def on_lost(self) -> FromHelper:
+        return AgentConnected(peer_id=self.peer.message.peer_id, error="its memory cannot be read from here")
+
+
+class PullJob:
+    """One pull: blocks, then words, then the comparison."""
+
+    def __init__(self, read: Read, memory: Memory, peer: Peer, message: StartPull) -> None:
+        self.peer = peer
+        self.message = message
+        self.reason = ""
+        """Why it will end without success, when that is decided before its read has ended."""
+        self._read = read
+        self._memory = memory
+        self._deadline_s = time.monotonic() + message.deadline_s
+        self._stage = _Stage.DATA
+        block_bytes = memory.shape.block_bytes
+        targets = np.asarray(message.target_block_ids, dtype=np.uint64)
+        sources = np.asarray(message.source_block_ids, dtype=np.uint64)
+        local = targets * np.uint64(block_bytes) + np.uint64(memory.base + memory.shape.header_bytes)
+        remote = sources * np.uint64(block_bytes) + np.uint64(peer.message.base + peer.message.header_bytes)
+        self.handle = read(_ranges(local, block_bytes), _ranges(remote, block_bytes), peer)
+
+    def on_done(self) -> FromHelper | None:
+        if not self.reason and time.monotonic() > self._deadline_s:
+            self.reason = PullEnd.TIMEOUT
+        if self.reason:
+            return self._ended(self.reason)
+        if self._stage is _Stage.DATA:
+            self._stage = _Stage.WORDS
+            self._read_words()
+            return None
+        received = self._memory.words[self.message.target_block_ids]
+        return self._ended("" if [int(word) for word in received] == self.message.generations else PullEnd.STALE)
+
+    def on_lost(self) -> FromHelper:
+        return self._ended(self.reason or PullEnd.PEER_LOST)
+
+    def _read_words(self) -> None:
+        targets = np.asarray(self.message.target_block_ids, dtype=np.uint64)
+        sources = np.asarray(self.message.source_block_ids, dtype=np.uint64)
+        local = targets * np.uint64(WORD_BYTES) + np.uint64(self._memory.scratch_address)
+        remote = sources * np.uint64(WORD_BYTES) + np.uint64(self.peer.message.base)
+        self.handle = self._read(_ranges(local, WORD_BYTES), _ranges(remote, WORD_BYTES), self.peer)
+
+    def _ended(self, reason: str) -> PullEnded:
+        num_bytes = 0 if reason else len(self.message.source_block_ids) * self._memory.shape.block_bytes
+        return PullEnded(transfer_id=self.message.transfer_id, reason=reason, num_bytes=num_bytes)
+
+
+def _ranges(addresses: "NDArray[np.uint64] | list[int]", num_bytes: int) -> NDArray[np.uint64]:
+    """[n, 3] of (address, bytes, device), as NIXL wants descriptors."""
+    ranges = np.zeros((len(addresses), 3), dtype=np.uint64)
+    ranges[:, 0] = addresses
+    ranges[:, 1] = num_bytes
+    return ranges
+
+
+def _address(array: "NDArray[np.uint64] | NDArray[np.uint8]") -> int:
+    return int(array.ctypes.data)
