@@ -1,4 +1,4 @@
-"""Two threads and a fixed seed for every test here."""
+"""One thread and a fixed seed for every test here."""
 
 import pytest
 import torch
@@ -6,5 +6,5 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _torch_settings() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -20,10 +20,10 @@ class Sequence:
 
 
 class LoadedBackend:
-    """A TorchBackend on two threads with a pool of its own. Close it."""
+    """A TorchBackend on one thread with a pool of its own. Close it."""
 
     def __init__(self, model: str, *, dtype: str = "float32", block_size: int = 16, num_blocks: int = 64) -> None:
-        self.backend = TorchBackend(2)
+        self.backend = TorchBackend(1)
         self.info: ModelInfo = self.backend.load(model, dtype, block_size, ProgressCallback())
         self.block_size = block_size
         shape = PoolShape(num_blocks, self.info.groups[0].block_bytes)

@@ -35,8 +35,7 @@ def load_model(name: str, dtype: torch.dtype, report: Callable[[float], None]) -
     reader = _open(source, config)
     try:
         model = LlamaModel(config, dtype)
-        with torch.inference_mode():
-            fill(model.targets, reader, str(source.path), report)
+        fill(model.targets, reader, str(source.path), report)
         fingerprint = model_fingerprint(config, reader.regions.values(), str(dtype).removeprefix("torch."))
     except RuntimeError as exc:
         if "allocate" not in str(exc):

@@ -1,7 +1,8 @@
 """Reads a checkpoint's tensors, by their Hugging Face names, into memory that the model has laid out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,9 @@ class WeightReader(ABC):
 
     @abstractmethod
     def read(self, name: str, target: torch.Tensor) -> None:
-        """Fill `target` (same shape, any float dtype) with the tensor. Raises ConfigError when its data is unusable."""
+        """Fill `target` (same shape, any float dtype) with the tensor; called by several threads at once.
+
+        Raises ConfigError when its data is unusable."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -52,12 +55,27 @@ def fill(targets: dict[str, torch.Tensor], reader: WeightReader, model: str, rep
         if reader.regions[name].shape != tuple(target.shape):
             found, wanted = list(reader.regions[name].shape), list(target.shape)
             raise ConfigError(f"{model}: tensor {name} is {found}, but its configuration asks for {wanted}")
-    total = sum(region.num_bytes for region in reader.regions.values())
+    total = sum(reader.regions[name].num_bytes for name in targets)
     done = 0
-    for name, target in targets.items():
-        reader.read(name, target)
+    for name in _read_all(targets, reader):
         done += reader.regions[name].num_bytes
         report(done / total)
+
+
+def _read_all(targets: dict[str, torch.Tensor], reader: WeightReader) -> Iterator[str]:
+    """Read in as many threads as torch may use, and yield the names as they are done."""
+    # One thread per tensor: torch's own teams wait for each other after every small operation, which takes a hundred
+    # times as long when several engines load on the same cores.
+    num_threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        running = {pool.submit(reader.read, name, target): name for name, target in targets.items()}
+        for future in as_completed(running):
+            future.result()
+            yield running[future]
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(num_threads)
 
 
 def _names(names: list[str]) -> str:
