@@ -194,7 +194,7 @@ class Cluster:
 
 
 def _engine_view(endpoint: Endpoint, session: EngineSession) -> EngineView:
-    info, load = session.info, session.load
+    info, load = session.info, session.control.load
     can_prefill, can_decode = _roles(endpoint.listed, info.role)
     return EngineView(
         address=endpoint.address,

@@ -68,7 +68,7 @@ class Endpoint:
     def release(self, offer: HeldOffer) -> None:
         """Give an offer back; without a session its lease ends it."""
         if self._offers.release(offer) and self._connected is not None:
-            self._connected.wake_control()
+            self._connected.control.wake()
 
     async def run(self) -> None:
         """Keep a session open until the address is no longer wanted and the last request has ended."""
@@ -113,7 +113,7 @@ class Endpoint:
 
     def _session_changed(self) -> None:
         session = self._connected
-        if session is not None and session.answered and not session.broken and self.session is None:
+        if session is not None and session.control.answered and not session.broken and self.session is None:
             self.session = session
             self._complaint = ""
             log.info("engine %s (%s) at %s joined", session.info.engine_id, session.info.role, self.address)
