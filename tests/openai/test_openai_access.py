@@ -131,6 +131,8 @@ def test_an_engine_port_passes_kv_transfer_params_both_ways(text: TextModel) -> 
         chat = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": asked, "max_tokens": 1}
         assert server.post("/v1/chat/completions", chat).json()["kv_transfer_params"] == made
         assert [request.kv_transfer_params for request in server.generator.requests] == [asked, asked]
+        # Aborting at the last token would drop the offer that the parameters name.
+        assert server.generator.aborted == []
         batch = server.post("/v1/completions", {**body, "prompt": ["x", "y"]})
         assert batch.status_code == 400
         assert server.post("/v1/completions", {**body, "ticket": "x"}).status_code == 400

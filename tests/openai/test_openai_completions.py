@@ -116,6 +116,8 @@ def test_catalogue_4_a_stop_string_across_tokens_is_cut_before_it(
         assert said == " 5, "
         assert (last["finish_reason"], last["stop_reason"]) == ("stop", "6, 7")
         assert server.generator.aborted_choices == [(server.generator.requests[0].request_id, 0)]
+        # The generator came to its own end; only the choice was stopped.
+        assert server.generator.aborted == []
         kept = server.post("/v1/completions", {**body, "include_stop_str_in_output": True}).json()
         assert kept["choices"][0]["text"] == " 5, 6, 7"
 
@@ -240,7 +242,10 @@ def test_a_seed_is_drawn_where_none_is_given(text: TextModel) -> None:
         for seed in (None, None, -1, 7, -(2**63)):
             server.post("/v1/completions", {"prompt": "x", "seed": seed})
         seeds = [request.sampling.seed for request in server.generator.requests]
+        server.post("/v1/completions", {"prompt": ["x", "x"]})
+        twins = [request.sampling.seed for request in server.generator.requests[-2:]]
     assert len(set(seeds[:3])) == 3
+    assert len(set(twins)) == 2
     assert seeds[3:] == [7, -(2**63)]
 
 

@@ -40,6 +40,7 @@ RANGES: list[tuple[str, Any]] = [
     *[("prompt", value) for value in (None, "", [], [""], [[]], ["a", 1], [[1], "a"], [1.5], [True, False], 5, {})],
     *[("prompt", value) for value in ([99999999], [-1], [[1], [99999999]], ["a"] * 1025)],
     *[("cache_salt", value) for value in ("", "a@b", "a/b", "a\\b", "a\0b", "x" * 129)],
+    *[("request_id", value) for value in ("x" * 129, "a\nb", "é", 5)],
     *[("priority", value) for value in (2**63, 1.5)],
     *[("stream", value) for value in ("yes", 1)],
     *[("suffix", value) for value in ("x",)],

@@ -71,7 +71,7 @@ class EchoGenerator(Generator):
             async for delta in self._deltas(request):
                 if self.fail_after is not None and num_sent >= self.fail_after and self.failure is not None:
                     raise self.failure
-                if (request.request_id, delta.choice) in self.aborted_choices:
+                if self._is_stopped(request, delta.choice):
                     continue
                 num_sent += 1
                 self.num_yielded += 1
@@ -86,7 +86,10 @@ class EchoGenerator(Generator):
         """Choices in turn, as an engine's steps would interleave them."""
         said = [self._said(request) for _ in range(request.sampling.n)]
         position = 0
-        while any(position < max(len(tokens), 1) for tokens, *_ in said):
+        while any(
+            position < max(len(tokens), 1) and not self._is_stopped(request, choice)
+            for choice, (tokens, *_) in enumerate(said)
+        ):
             if position:
                 await asyncio.sleep(self.delay_s)
             for choice, (tokens, reason, stop_token_id) in enumerate(said):
@@ -102,6 +105,9 @@ class EchoGenerator(Generator):
                 error_message=message,
                 error_param=param,
             )
+
+    def _is_stopped(self, request: TokenRequest, choice: int) -> bool:
+        return (request.request_id, choice) in self.aborted_choices
 
     def _said(self, request: TokenRequest) -> tuple[list[int], str, int | None]:
         sampling = request.sampling

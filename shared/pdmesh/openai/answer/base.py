@@ -35,6 +35,7 @@ class Answer(ABC):
         self.text = text
         self._begun: set[int] = set()
         self._num_ended = 0
+        self._prompts: dict[int, list[PositionLogprobs | None]] = {}
 
     @abstractmethod
     def chunks(self, update: ChoiceUpdate) -> list[msgspec.Struct]:
@@ -74,9 +75,11 @@ class Answer(ABC):
 
     def _spelled_prompt(self, prompt_index: int) -> list[PositionLogprobs | None]:
         """Spell the prompt's logprobs: one entry per token, the first None as nothing came before it."""
+        if prompt_index in self._prompts:
+            return self._prompts[prompt_index]
         prompt = self.run.prompts[prompt_index]
         speller = LogprobSpeller(self.text, None, bool(self.body.return_tokens_as_token_ids))
-        spelled: list[PositionLogprobs | None] = []
+        spelled = self._prompts[prompt_index] = []
         for token_id, position in zip(prompt.request.token_ids, prompt.prompt_logprobs or [], strict=False):
             if position is None:
                 speller.skip(token_id)

@@ -1,5 +1,6 @@
 """The routes of the API. Each reads its body, asks Serving for a job, and answers it whole or as a stream."""
 
+import asyncio
 import logging
 
 import msgspec
@@ -65,7 +66,8 @@ def make_router(serving: Serving, config: HttpConfig, registry: CollectorRegistr
         body, _ = await read_body(request, DetokenizeBody, config.max_body_bytes)
         card = await serving.card_for(body.model)
         check_token_ids("tokens", body.tokens, card.vocab_size)
-        return _json(Detokenized(prompt=serving.text.decode(body.tokens, skip_special_tokens=False)))
+        # In a thread, as a list may be millions long.
+        return _json(Detokenized(prompt=await asyncio.to_thread(serving.text.decode, body.tokens, False)))
 
     @router.get("/health")
     async def health() -> Response:

@@ -70,7 +70,19 @@ def check_salt(salt: str | None) -> str:
     return salt
 
 
+def check_request_id(request_id: str | None) -> str | None:
+    """Check a body's `request_id`."""
+    if request_id and not _is_usable(request_id):
+        raise InvalidRequest(
+            f"request_id must have at most {MAX_REQUEST_ID_CHARS} printable ASCII characters", param="request_id"
+        )
+    return request_id
+
+
 def choose_request_id(header: str) -> tuple[str, bool]:
     """Take the client's id if it can stand in a header and a log line, else make one. Returns (id, is the client's)."""
-    usable = 0 < len(header) <= MAX_REQUEST_ID_CHARS and header.isascii() and header.isprintable()
-    return (header, True) if usable else (uuid.uuid4().hex, False)
+    return (header, True) if _is_usable(header) else (uuid.uuid4().hex, False)
+
+
+def _is_usable(request_id: str) -> bool:
+    return 0 < len(request_id) <= MAX_REQUEST_ID_CHARS and request_id.isascii() and request_id.isprintable()

@@ -52,20 +52,23 @@ def split_prompts(prompt: Any) -> list[str] | list[list[int]]:
     return prompts
 
 
-async def encode_text(
-    value: str, *, text: TextModel, card: ModelCard, add_special_tokens: bool, param: str, bounded: bool = True
-) -> list[int]:
-    """Tokenise, off the event loop when it takes long. A text that cannot fit is refused before it is tokenised."""
+async def encode_texts(
+    values: list[str], *, text: TextModel, card: ModelCard, add_special_tokens: bool, param: str, bounded: bool = True
+) -> list[list[int]]:
+    """Tokenise, off the event loop when it takes long. A text that cannot fit is refused before any is tokenised."""
     max_chars = card.max_model_len * text.max_chars_per_token
-    if bounded and len(value) > max_chars:
-        raise InvalidRequest(
-            f"This model's maximum context length is {card.max_model_len} tokens. However, your prompt has {len(value)} "
-            f"characters, and more than {max_chars} cannot fit. Please shorten it.",
-            param=param,
-        )
-    if len(value) <= INLINE_CHARS:
-        return text.encode(value, add_special_tokens)
-    return await asyncio.to_thread(text.encode, value, add_special_tokens)
+    for value in values:
+        if bounded and len(value) > max_chars:
+            raise InvalidRequest(
+                f"This model's maximum context length is {card.max_model_len} tokens. However, your prompt has "
+                f"{len(value)} characters, and more than {max_chars} cannot fit. Please shorten it.",
+                param=param,
+            )
+
+    def encode_all() -> list[list[int]]:
+        return [text.encode(value, add_special_tokens) for value in values]
+
+    return encode_all() if sum(map(len, values)) <= INLINE_CHARS else await asyncio.to_thread(encode_all)
 
 
 def fit_prompt(token_ids: list[int], body: GenerationBody, card: ModelCard, max_tokens: int | None) -> list[int]:

@@ -8,6 +8,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import msgspec
+
 from pdmesh.errors import InvalidRequest
 from pdmesh.openai.generator import ModelCard
 from pdmesh.openai.schemas.generation import GenerationBody
@@ -42,11 +44,10 @@ def resolve_sampling(
     text: TextModel,
     limits: Limits,
     max_tokens: int,
-    requested: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Check and resolve; `max_tokens` is what the context leaves of the `requested` ones. Raises InvalidRequest with `param`."""
+    """Check and resolve all but what depends on a prompt's length, see `for_prompt`. Raises InvalidRequest with `param`."""
     check_stops(body)
     temperature = _temperature(body.temperature)
     greedy = temperature == 0.0
@@ -65,8 +66,7 @@ def resolve_sampling(
         repetition_penalty=_range("repetition_penalty", body.repetition_penalty, 1.0, 0.0, math.inf, low_open=True),
         seed=_seed(body.seed),
         max_tokens=max_tokens,
-        # The limit is what the client asked for; the context may then cut both.
-        min_tokens=min(_min_tokens(body.min_tokens, max_tokens if requested is None else requested), max_tokens),
+        min_tokens=_min_tokens(body.min_tokens, max_tokens),
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=_token_ids("stop_token_ids", body.stop_token_ids or [], limits, MAX_STOP_TOKEN_IDS),
         logprobs=check_logprobs("logprobs", logprobs, limits),
@@ -74,6 +74,13 @@ def resolve_sampling(
         logit_bias=_logit_bias(body.logit_bias, limits),
         allowed_token_ids=_allowed(body.allowed_token_ids, limits),
         bad_words_token_ids=_bad_words(body.bad_words or [], text),
+    )
+
+
+def for_prompt(sampling: SamplingParams, body: GenerationBody, max_tokens: int) -> SamplingParams:
+    """Fit `sampling` to what one prompt leaves of the context; without a seed of the client's each prompt has its own."""
+    return msgspec.structs.replace(
+        sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens), seed=_seed(body.seed)
     )
 
 

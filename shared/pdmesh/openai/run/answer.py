@@ -1,9 +1,11 @@
 """Runs the token requests of one answer and follows all their choices, in whatever order tokens come."""
 
+import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from pdmesh.errors import InternalError, from_code
+from pdmesh.errors import InternalError, MeshError, from_code
 from pdmesh.openai.generator import Generator, TokenRequest
 from pdmesh.openai.intake.prompts import Prompt
 from pdmesh.openai.run.choice import ChoiceText, ChoiceUpdate, TextOptions
@@ -11,6 +13,11 @@ from pdmesh.openai.run.merge import MergedDeltas
 from pdmesh.openai.schemas.answers import PromptTokensDetails, Usage
 from pdmesh.openai.text import TextModel
 from pdmesh.protocol.messages import ChoiceDelta, TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+# The client has all its text by then; only the answer's last bytes wait.
+END_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -54,9 +61,8 @@ class AnswerRun:
             for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
         ]
 
-    @property
-    def num_choices(self) -> int:
-        return sum(len(run.choices) for run in self.prompts)
+        self.num_choices = n * len(self.prompts)
+        self._num_open = self.num_choices
 
     def usage(self) -> Usage:
         """Count so far: each prompt once, every generated token."""
@@ -81,10 +87,12 @@ class AnswerRun:
                     if choice.ended:
                         continue
                     update = choice.feed(ready)
+                    self._num_open -= choice.ended
                     if update.stopped_here:
                         await self._generator.abort_choice(run.request.request_id, ready.choice)
                     yield update
-                if all(choice.ended for run in self.prompts for choice in run.choices):
+                if not self._num_open:
+                    await _let_end(deltas)
                     return
         raise InternalError("the engine ended the request before all of its choices had ended")
 
@@ -118,3 +126,14 @@ class AnswerRun:
             trace.cached_tokens = trace.cached_tokens or run.cached_tokens
         trace.kv_source = trace.kv_source or delta.kv_source
         trace.kv_bytes = trace.kv_bytes or delta.kv_bytes
+
+
+async def _let_end(deltas: MergedDeltas) -> None:
+    """Let generators come to their own end, which is not an abort: an engine then hands over what it made."""
+    try:
+        async with asyncio.timeout(END_TIMEOUT_S):
+            async for _ in deltas:
+                pass
+    except (MeshError, TimeoutError) as exc:
+        # The answer is complete; what failed is whatever the generator still had to do.
+        log.warning("a request did not end cleanly after its last token: %r", exc)
