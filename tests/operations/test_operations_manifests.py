@@ -106,6 +106,13 @@ def test_service_loads_what_it_is_given(origin: str, service: str, tmp_path: Pat
     assert config.secret or config.secret_file
 
 
+@pytest.mark.parametrize("service", SERVICES)
+def test_config_file_beside_each_service_loads(service: str) -> None:
+    cls = getattr(importlib.import_module(f"pdmesh_{service}.config"), CONFIG_CLASSES[service])
+    path = ROOT / "services" / service / "config.toml"
+    assert load_config(cls, ["--config", str(path)], prog="test", environ={}).on_loopback
+
+
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_names_and_ports_meet(origin: str, tmp_path: Path) -> None:
     """Every address that one service is given is a name and a port that another one has."""
