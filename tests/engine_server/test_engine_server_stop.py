@@ -17,7 +17,10 @@ def test_drain_lets_requests_finish_refuses_new_ones_and_ends_the_rest(tiny_mode
     async def body() -> None:
         (engine,) = await start_engines(tiny_model, "decode", drain_timeout_s=2.0)
         async with proxy_session(engine.grpc) as session, httpx.AsyncClient(base_url=engine.http) as client:
-            short, endless = request("short", max_tokens=50), request("endless", max_tokens=980)
+            short = request("short", max_tokens=50)
+            # Sixteen choices make it last several times as long as the drain.
+            many = {"n": 16, "temperature": 1.0, "seed": 5, "max_tokens": 980}
+            endless = request("endless", choices=list(range(16)), sampling=many)
             await session.submit(short)
             await session.submit(endless)
             await session.next_delta("endless")
