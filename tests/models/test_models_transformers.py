@@ -1,8 +1,10 @@
 """Every architecture against transformers' own forward, in float32: whole, in chunks, token by token, in mixed batches."""
 
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,20 @@ with warnings.catch_warnings():
     from transformers import AutoModelForCausalLM
 
 LENGTH = 75
+VARIANTS: dict[str, tuple[Kind, dict[str, Any]]] = {
+    "linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+    "dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}}),
+    "yarn": ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}),
+    "some layers slide": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "max_window_layers": 1,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -30,7 +46,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 class Case:
     def __init__(self, kind: Kind, folder: Path, loaded: LoadedBackend) -> None:
         self.loaded = loaded
-        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        reference = load_reference(folder)
         if kind == "mistral":
             assert reference.config.sliding_window == SLIDING_WINDOW < LENGTH
         generator = torch.Generator().manual_seed(1)
@@ -41,6 +57,10 @@ class Case:
 
     def check(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def load_reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def test_whole_prompt(case: Case) -> None:
@@ -76,3 +96,24 @@ def test_what_blocks_held_before_does_not_show(case: Case) -> None:
     found = torch.cat([case.loaded.step([(sequence, count)]) for count in (5, 1, 27, 1, 1, 40)])
     case.check(found, case.wanted[2])
     case.loaded.free(sequence)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ways_of_reaching_further(variant: str, tmp_path: Path) -> None:
+    kind, changes = VARIANTS[variant]
+    folder = make_tiny(kind, tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    prompt = list(range(100, 100 + LENGTH))
+    with torch.inference_mode():
+        wanted = load_reference(folder)(torch.tensor([prompt])).logits[0]
+    loaded = LoadedBackend(str(folder))
+    sequence = Sequence(prompt)
+    found = torch.cat([loaded.step([(sequence, count)]) for count in (30, 44, 1)])
+    loaded.close()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = LoadedBackend(str(folder))
+    plain = loaded.step([(Sequence(prompt), LENGTH)])
+    loaded.close()
+    assert torch.allclose(plain, wanted, rtol=1e-4, atol=1e-4) == (variant == "dynamic")

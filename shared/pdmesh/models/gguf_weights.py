@@ -42,9 +42,13 @@ class GGUFWeights(WeightReader):
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._types: dict[str, GGMLQuantizationType] = {}
         self.regions: dict[str, TensorRegion] = {}
-        for info in metadata.tensors.values():
-            if info.name != ROPE_FACTORS_TENSOR:
-                self._add(info)
+        try:
+            for info in metadata.tensors.values():
+                if info.name != ROPE_FACTORS_TENSOR:
+                    self._add(info)
+        except ConfigError:
+            self.close()
+            raise
 
     def read(self, name: str, target: torch.Tensor) -> None:
         region = self.regions[name]

@@ -22,12 +22,12 @@ class SafetensorsWeights(WeightReader):
         self._open_files = ExitStack()
         self._files: dict[Path, Any] = {}
         self.regions: dict[str, TensorRegion] = {}
-        for path in _files(folder):
-            try:
-                self._files[path] = self._open_files.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as exc:
-                raise ConfigError(f"{path}: broken or truncated safetensors file ({exc}); download it again") from exc
-            self.regions |= {region.name: region for region in _regions(path)}
+        try:
+            for path in _files(folder):
+                self._open(path)
+        except ConfigError:
+            self.close()
+            raise
 
     def read(self, name: str, target: torch.Tensor) -> None:
         region = self.regions[name]
@@ -41,13 +41,20 @@ class SafetensorsWeights(WeightReader):
         self._files.clear()
         self._open_files.close()
 
+    def _open(self, path: Path) -> None:
+        try:
+            self._files[path] = self._open_files.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as exc:
+            raise ConfigError(f"{path}: broken or truncated safetensors file ({exc}); download it again") from exc
+        self.regions |= {region.name: region for region in _regions(path)}
+
 
 def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as exc:
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise ConfigError(f"{index}: is no safetensors index ({exc!r}); download it again") from exc
         paths = [folder / name for name in names]
     else:
