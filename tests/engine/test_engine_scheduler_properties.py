@@ -219,6 +219,14 @@ class EngineMachine(RuleBasedStateMachine):
         )
         written.update(block for pull in self.pulls.values() for block in pull.target_block_ids)
         assert all(count == 1 for count in written.values())
+        # Nor does any other sequence read it.
+        holders = Counter(
+            block
+            for request in self.scheduler.state.requests.values()
+            for sequence in request.sequences
+            for block in sequence.blocks[0]
+        )
+        assert all(holders[block] <= 1 for block in written)
 
     def _result(self, kind: str, row: object) -> RowResult:
         if kind == "nan":

@@ -56,6 +56,7 @@ class Scheduler:
     """Admission, batching, preemption and the ends of requests, over an `EngineState`."""
 
     def __init__(self, kv: KVManager, limits: Limits) -> None:
+        assert limits.max_model_len <= kv.max_tokens, "a sequence that is alone must fit"
         self.state = EngineState(kv, limits)
         self._limits = limits
         self._remote = RemoteKV(self.state)
