@@ -1,6 +1,8 @@
 """An engine that is told to stop, while it starts, while it runs, or before it can start at all."""
 
 import asyncio
+import socket
+import time
 from typing import Any
 
 import httpx
@@ -60,3 +62,13 @@ def test_a_stop_while_starting_ends_it(tiny_model: str) -> None:
         await asyncio.wait_for(serving, 3)
 
     asyncio.run(body())
+
+
+def test_a_taken_port_is_told_before_the_model_is_loaded(tiny_model: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = EngineConfig(model=tiny_model, port=0, grpc_port=port)
+        before = time.monotonic()
+        with pytest.raises(ConfigError, match=f"port {port}"):
+            asyncio.run(serve_engine(config, Life(), "decode"))
+        assert time.monotonic() - before < 1.0

@@ -14,7 +14,7 @@ from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.identity import Role, identify
 from pdmesh.engine.server.stats_log import log_stats
 from pdmesh.errors import ConfigError, InternalError, MeshError
-from pdmesh.lifecycle import Life, advertised_host, grpc_server, http_server
+from pdmesh.lifecycle import Life, advertised_host, check_port, grpc_server, http_server
 from pdmesh.models.source import resolve
 from pdmesh.openai.app import create_app
 from pdmesh.openai.text import TextModel, load_text_model
@@ -44,6 +44,8 @@ async def _serve(config: EngineConfig, life: Life, role: Role, started: asyncio.
     if not config.model:
         raise ConfigError("model is not set: name a Hugging Face directory or id, or a GGUF file")
     secret = MeshSecret.load(config)
+    for port in (config.port, config.grpc_port):
+        check_port(config.host, port)
     source = await asyncio.to_thread(resolve, config.model)
     identity = identify(config, role, source.name)
     async with (
