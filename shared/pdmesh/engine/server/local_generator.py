@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pdmesh.engine.messages import CoreReady
 from pdmesh.engine.server.endings import Endings
 from pdmesh.engine.server.handoff import Handoff
-from pdmesh.engine.server.identity import Identity, Role
+from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.requests import RunningRequest, Sink
 from pdmesh.engine.server.submission import StockLeg, Submission
@@ -104,12 +104,13 @@ class LocalGenerator(Generator):
 
     def _fill(self, trace: Trace, running: RunningRequest, leg: StockLeg) -> None:
         """Complete the debug header's facts as they become known."""
-        role: Role = "prefill" if leg.offer else "decode"
-        setattr(trace, role, self._identity.engine_id)
-        trace.reason = "direct"
+        if leg.offer:
+            trace.prefill = self._identity.engine_id
+        else:
+            trace.decode = self._identity.engine_id
         if leg.remote is not None:
             trace.prefill = leg.remote.engine_id
-            trace.reason = "kv_transfer_params"
+        trace.reason = "kv_transfer_params" if leg.offer or leg.remote is not None else "direct"
         trace.cached_tokens = running.num_cached
         trace.kv_source = running.kv_source
         trace.kv_bytes = running.kv_bytes

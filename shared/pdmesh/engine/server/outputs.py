@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdmesh.engine.messages import CoreFailed, FromCore, PeerConnected, StepOutput, TransferEnded
+from pdmesh.engine.messages import ConnectorChanged, CoreFailed, FromCore, PeerConnected, StepOutput, TransferEnded
 from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.endings import Endings
 from pdmesh.engine.server.fetches import Fetches, Origin
@@ -61,6 +61,8 @@ class Outputs:
                     self._step(message)
                 case PeerConnected():
                     self._core_peers.connected(message)
+                case ConnectorChanged():
+                    self._handoff.owner.set_metadata(message.connector, message.metadata)
                 case CoreFailed():
                     raise from_code(message.code, message.message)
 
