@@ -9,6 +9,7 @@ import pytest
 from pdmesh.connector.shm import ShmConnector
 from pdmesh.engine.messages import (
     Abort,
+    ConnectorChanged,
     ConnectPeer,
     DisconnectPeer,
     OfferSealed,
@@ -243,3 +244,14 @@ def test_connecting_over_a_connector_that_is_not_there_is_answered() -> None:
     core = make_core("d@1")
     answer = core.connect(ConnectPeer(peer_id="p@1", connector="nixl", metadata=b"", num_blocks=1, block_bytes=1))
     assert "no connector nixl" in answer.error
+
+
+def test_new_metadata_of_a_connector_reaches_the_server() -> None:
+    class Changing(ShmConnector):
+        """shm, but that its metadata changes once it is watched."""
+
+        def watch_metadata(self, on_changed: Callable[[bytes], None]) -> None:
+            on_changed(b"new")
+
+    core = CoreHarness(connectors={"shm": Changing("d@1", SECRET)})
+    assert ConnectorChanged(connector="shm", metadata=b"new") in core.run()

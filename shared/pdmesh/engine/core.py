@@ -96,12 +96,12 @@ class Core:
             raise InternalError(f"{MAX_FAILED_STEPS} steps in a row failed, the last with {type(exc).__name__}: {exc}")
 
     def _take_in(self) -> None:
-        for message in self._inbox.drain():
-            self._handle(message)
+        for order in self._inbox.drain():
+            self._handle(order)
         for ended in self._links.poll():
             self._scheduler.end_pull(ended.result, ended.connector)
-        for connected in self._links.take_connected():
-            self._send(connected)
+        for message in self._links.take_news():
+            self._send(message)
 
     def _handle(self, message: ToCore) -> None:
         match message:

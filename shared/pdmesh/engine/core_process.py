@@ -143,9 +143,16 @@ def _links(launch: Launch, config: EngineConfig, pool: KVPool) -> Iterator[_Regi
     connectors: dict[str, WorkerConnector] = make_worker_connectors(
         list(config.connector), peer_id=launch.peer_id, secret=MeshSecret.load(config)
     )
+    # Registered before anyone watches for metadata that replaces it.
+    try:
+        metadata = {name: connector.register(pool) for name, connector in connectors.items()}
+    except BaseException:
+        for connector in connectors.values():
+            connector.close()
+        raise
     links = Links(connectors)
     with contextlib.closing(links):
-        yield _RegisteredLinks(links, {name: each.register(pool) for name, each in connectors.items()})
+        yield _RegisteredLinks(links, metadata)
 
 
 def _kv_manager(config: EngineConfig, info: ModelInfo, pool: KVPool) -> KVManager:

@@ -3,6 +3,7 @@
 Connecting may block for seconds, so that it runs in a thread of its own; the loop is woken when it is done.
 """
 
+import functools
 import logging
 import os
 import queue
@@ -10,7 +11,7 @@ import threading
 from dataclasses import dataclass
 
 from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
-from pdmesh.engine.messages import ConnectPeer, PeerConnected
+from pdmesh.engine.messages import ConnectorChanged, ConnectPeer, PeerConnected
 from pdmesh.errors import MeshError
 
 log = logging.getLogger(__name__)
@@ -41,15 +42,19 @@ class Links:
         self._unwanted: set[str] = set()
         """Peers to forget as soon as they are connected."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = threading.Lock()
+        self._is_closed = False
         self._orders: queue.SimpleQueue[ConnectPeer | None] = queue.SimpleQueue()
-        self._connected: queue.SimpleQueue[PeerConnected] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[PeerConnected | ConnectorChanged] = queue.SimpleQueue()
         # A daemon: a peer that hangs in connect must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="connect", daemon=True)
         self._thread.start()
+        for name, connector in connectors.items():
+            connector.watch_metadata(functools.partial(self._tell_changed, name))
 
     @property
     def descriptors(self) -> list[int]:
-        """What becomes readable when `poll` or `take_connected` has something."""
+        """What becomes readable when `poll` or `take_news` has something."""
         return [self._wake_fd, *(connector.fileno() for connector in self._connectors.values())]
 
     @property
@@ -58,24 +63,23 @@ class Links:
         return bool(self._refused)
 
     def connect(self, order: ConnectPeer) -> None:
-        """Begin to connect a peer; the answer comes from `take_connected`."""
+        """Begin to connect a peer; the answer comes from `take_news`."""
         self._unwanted.discard(order.peer_id)
         self._orders.put(order)
 
-    def take_connected(self) -> list[PeerConnected]:
-        """Return the answers to `connect` since the last call; never blocks."""
+    def take_news(self) -> list[PeerConnected | ConnectorChanged]:
+        """Return the answers to `connect`, and what else the server must know, since the last call; never blocks."""
         if not self._drain_wake():
             return []
-        answers = []
-        while not self._connected.empty():
-            answer = self._connected.get()
-            answers.append(answer)
-            if answer.error:
-                continue
-            self._connector_of[answer.peer_id] = answer.connector
-            if answer.peer_id in self._unwanted:
-                self.disconnect(answer.peer_id)
-        return answers
+        news = []
+        while not self._news.empty():
+            message = self._news.get()
+            news.append(message)
+            if isinstance(message, PeerConnected) and not message.error:
+                self._connector_of[message.peer_id] = message.connector
+                if message.peer_id in self._unwanted:
+                    self.disconnect(message.peer_id)
+        return news
 
     def disconnect(self, peer_id: str) -> None:
         """Forget a peer; its pulls end with `peer_lost`."""
@@ -121,9 +125,9 @@ class Links:
         self._orders.put(None)
         for connector in self._connectors.values():
             connector.close()
-        if self._thread.is_alive():
-            self._thread.join(timeout=CONNECT_GRACE_S)
-        if not self._thread.is_alive():
+        self._thread.join(timeout=CONNECT_GRACE_S)
+        with self._closing:
+            self._is_closed = True
             os.close(self._wake_fd)
 
     def _refuse(self, pull: Pull, connector: str, reason: str) -> None:
@@ -139,10 +143,17 @@ class Links:
 
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
-            self._connected.put(
-                PeerConnected(peer_id=order.peer_id, connector=order.connector, error=self._connect(order))
-            )
-            os.eventfd_write(self._wake_fd, 1)
+            self._tell(PeerConnected(peer_id=order.peer_id, connector=order.connector, error=self._connect(order)))
+
+    def _tell_changed(self, connector: str, metadata: bytes) -> None:
+        self._tell(ConnectorChanged(connector=connector, metadata=metadata))
+
+    def _tell(self, message: PeerConnected | ConnectorChanged) -> None:
+        """Queue news for the loop and wake it; from any thread."""
+        self._news.put(message)
+        with self._closing:
+            if not self._is_closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     def _connect(self, order: ConnectPeer) -> str:
         """Connect and return what went wrong, or nothing."""

@@ -130,6 +130,13 @@ class PeerConnected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: str = ""
 
 
+class ConnectorChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A connector's metadata is another now than in CoreReady; peers that connect from here on need this one."""
+
+    connector: str
+    metadata: bytes
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Gauges and cumulative counters of the core, sent with each step output and when it falls idle."""
 
@@ -164,7 +171,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stats: Stats | None = None
 
 
-FromCore = CoreReady | CoreProgress | CoreFailed | StepOutput | PeerConnected
+FromCore = CoreReady | CoreProgress | CoreFailed | StepOutput | PeerConnected | ConnectorChanged
 
 encode = msgspec.msgpack.Encoder().encode
 to_core_decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
