@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from pdmesh.engine.backend import ProgressCallback
 from pdmesh.engine.backends import make_backend
 from pdmesh.errors import ConfigError
 from pdmesh.models.kv_layout import KVLayout
@@ -167,6 +168,22 @@ def test_what_the_backend_says_of_the_model(tmp_path: Path) -> None:
     assert (info.dtype, info.max_model_len, info.eos_token_ids) == ("float32", 1024, (1, 3))
     assert (info.groups[0].kind, info.groups[0].layers, info.groups[0].block_size) == ("full", (0, 1), 16)
     loaded.close()
+
+
+def test_progress_rises_to_one_and_repeats_nothing(tmp_path: Path) -> None:
+    class Recorder(ProgressCallback):
+        def __init__(self) -> None:
+            self.calls: list[tuple[str, float]] = []
+
+        def __call__(self, stage: str, fraction: float) -> None:
+            self.calls.append((stage, fraction))
+
+    recorder = Recorder()
+    make_backend("torch", 1).load(str(make_tiny("llama", tmp_path / "llama")), "float32", None, recorder)
+    assert {stage for stage, _ in recorder.calls} == {"weights"}
+    fractions = [fraction for _, fraction in recorder.calls]
+    assert fractions == sorted(set(fractions))
+    assert fractions[-1] == 1.0
 
 
 def test_an_unknown_backend_is_refused() -> None:

@@ -97,4 +97,14 @@ class TorchBackend(Backend):
 
 
 def _reporter(progress: ProgressCallback) -> Callable[[float], None]:
-    return lambda fraction: progress("weights", fraction)
+    """Pass on every whole percent, once."""
+    reported = -1
+
+    def report(fraction: float) -> None:
+        nonlocal reported
+        percent = int(fraction * 100)
+        if percent > reported:
+            reported = percent
+            progress("weights", percent / 100)
+
+    return report
