@@ -31,7 +31,7 @@ ROUTER_NEEDS = ("aiohttp", "fastapi", "orjson", "requests", "setproctitle", "uvi
 TRIES = 2
 REACHABLE_TIMEOUT_S = 4.0
 # Nothing after this is a "quick" test: those end within two minutes on two cores.
-MARKS = {"quick": "not full and not mesh", "default": "not full", "full": ""}
+MARKS = {"quick": "not full and not services", "default": "not full", "full": ""}
 
 
 class SetupError(Exception):

@@ -19,6 +19,15 @@ for _name in [name for name in os.environ if name.startswith("PDMESH_") and not 
     del os.environ[_name]
 
 ENDING_GRACE_S = 5.0
+# Tests here start processes of their own and take seconds each: too much for --quick.
+SLOW_FOLDERS = {"clients", "connector", "contract", "engine_server", "faults", "kvcache", "mesh", "operations"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `./dev test --quick` leaves out."""
+    for item in items:
+        if item.path.parent.name in SLOW_FOLDERS:
+            item.add_marker(pytest.mark.services)
 
 
 @pytest.fixture(autouse=True)

@@ -48,8 +48,9 @@ GRPC_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", GRPC_MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", GRPC_MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    # For hosts that vanish while all is at rest; whoever waits for an answer has a deadline or a heartbeat of its own.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),

@@ -332,7 +332,8 @@ def test_an_idle_proxy_only_pings() -> None:
         decode = FakeEngine("decode")
         async with fake_mesh(decode, extra={"heartbeat_interval_s": 0.1}):
             before = decode.num_pings
-            await asyncio.sleep(0.55)
-            assert 3 <= decode.num_pings - before <= 7
+            # At rest the interval is five times the configured one.
+            await asyncio.sleep(1.6)
+            assert 2 <= decode.num_pings - before <= 4
 
     asyncio.run(scenario())

@@ -150,7 +150,18 @@ class Mesh:
 
     def start_engine(self, role: str, *flags: str, wait: bool = True) -> Service:
         """Add an engine; it is announced to the proxy by `announce`."""
-        common = ["--model", self.model, "--port", "0", "--grpc-port", "0", "--cpu-threads", "1", "--drain-timeout-s", "10"]
+        common = [
+            "--model",
+            self.model,
+            "--port",
+            "0",
+            "--grpc-port",
+            "0",
+            "--cpu-threads",
+            "1",
+            "--drain-timeout-s",
+            "10",
+        ]
         if self.kvcache is not None:
             common += ["--kvcache", self.kvcache.grpc]
         if "--kv-cache-memory-bytes" not in flags:

@@ -35,7 +35,8 @@ class ProxyConfig(ServiceConfig, HttpConfig):
     connect_timeout_s: float = Field(default=3.0, gt=0, le=60)
     """Longest wait for an engine to answer when a session is opened."""
     heartbeat_interval_s: float = Field(default=2.0, gt=0, le=60)
-    """Seconds between pings of an engine; held offers (lease 10 s) are renewed with each."""
+    """Seconds between pings of an engine that works for us (five times that at rest); held offers (lease 10 s) are renewed
+    with each."""
     heartbeat_timeout_s: float = Field(default=6.0, gt=0, le=300)
     """Silence after which an engine is taken for dead and its requests go on elsewhere."""
     prefix_index_entries: int = Field(default=1 << 16, ge=0, le=1 << 24)

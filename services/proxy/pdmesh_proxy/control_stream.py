@@ -16,6 +16,10 @@ from pdmesh_proxy.offers import HeldOffers
 Call = grpc.aio.StreamStreamCall[pb.ControlUp, pb.ControlDown]
 
 
+# A broken connection ends the stream by itself; pings find engines that hang, and one at rest keeps nobody waiting.
+IDLE_INTERVALS = 5
+
+
 class ControlStream:
     """Sends a ping and the held offers with every beat, and what cannot wait in between. One of a session."""
 
@@ -29,16 +33,17 @@ class ControlStream:
         timeout_s: float,
         on_change: Callable[[], None],
         on_beat: Callable[[], None],
+        is_idle: Callable[[], bool],
     ) -> None:
         self.load = pb.LoadReport()
         self.answered = False
         """Whether the engine has been heard; until then nothing is sent to it."""
         self._address, self._call, self._offers = address, call, offers
         self._interval_s, self._timeout_s = interval_s, timeout_s
-        self._on_change, self._on_beat = on_change, on_beat
+        self._on_change, self._on_beat, self._is_idle = on_change, on_beat, is_idle
         self._aborts: list[pb.AbortChoice] = []
         self._wake = asyncio.Event()
-        self._last_heard_s = time.monotonic()
+        self._unanswered_since_s: float | None = None
 
     def abort(self, request_id: str, choice: int) -> None:
         """Stop a choice, or with ALL_CHOICES a request."""
@@ -46,14 +51,14 @@ class ControlStream:
         self.wake()
 
     def wake(self) -> None:
-        """Send what is pending now rather than with the next beat."""
+        """Send what is pending now rather than with the next beat, and beat faster from now on unless idle."""
         self._wake.set()
 
     async def read(self) -> NoReturn:
         """Take what the engine says. Raises PeerUnavailable when the stream breaks."""
         with translated(self._address):
             async for down in self._call:
-                self._last_heard_s = time.monotonic()
+                self._unanswered_since_s = None
                 before = (self.answered, self.load.draining)
                 self.answered = True
                 if down.HasField("load"):
@@ -74,7 +79,10 @@ class ControlStream:
                 self._check_heard(late_s=loop.time() - next_beat_s)
                 self._on_beat()
                 num_pings += 1
-                next_beat_s = loop.time() + self._interval_s
+                next_beat_s = loop.time() + self._interval_s * IDLE_INTERVALS
+                self._unanswered_since_s = self._unanswered_since_s or time.monotonic()
+            if not self._is_idle():
+                next_beat_s = min(next_beat_s, loop.time() + self._interval_s)
             await self._send(self._next_message(num_pings if beat else 0))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(next_beat_s):
@@ -99,10 +107,12 @@ class ControlStream:
             self._raise_silent()
 
     def _check_heard(self, late_s: float) -> None:
+        if self._unanswered_since_s is None:
+            return
         if late_s > self._interval_s:
             # This process slept, and could not have heard anything.
-            self._last_heard_s = time.monotonic()
-        if time.monotonic() - self._last_heard_s > self._timeout_s:
+            self._unanswered_since_s = time.monotonic()
+        if time.monotonic() - self._unanswered_since_s > self._timeout_s:
             self._raise_silent()
 
     def _raise_silent(self) -> NoReturn:

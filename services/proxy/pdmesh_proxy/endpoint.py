@@ -56,6 +56,7 @@ class Endpoint:
         self._unwanted.set()
         if self._connected is not None:
             self._connected.closing = True
+            self._connected.control.wake()
 
     @property
     def unwanted(self) -> bool:

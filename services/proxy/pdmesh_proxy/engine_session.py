@@ -83,6 +83,7 @@ class EngineSession:
             timeout_s=settings.heartbeat_timeout_s,
             on_change=on_change,
             on_beat=self._end_when_left,
+            is_idle=lambda: not (self.closing or self._legs or self._offers),
         )
         self._data = data
         self._settings, self._offers, self._secret, self._metrics = settings, offers, secret, metrics
@@ -108,6 +109,9 @@ class EngineSession:
             on_started=self._leg_started,
             on_closed=self._leg_closed,
         )
+        if not self._legs:
+            # The control stream may be at its pace for idle engines.
+            self.control.wake()
         self._legs[request.request_id] = leg
         self.num_sequences += len(request.choices)
         self.waiting_tokens += len(request.token_ids)

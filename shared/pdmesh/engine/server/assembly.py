@@ -72,7 +72,7 @@ class Engine:
                 await self.table.emptied()
                 while self.offers.num_open:
                     # An offer's end is a change of the load.
-                    await self.board.newer(self.board.version, timeout_s)
+                    await self.board.newer(self.board.version)
         except TimeoutError:
             log.warning(
                 "not drained within %.1f s: ending %d requests and %d offers",

@@ -48,16 +48,10 @@ class LoadBoard:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def newer(self, version: int, timeout_s: float) -> None:
-        """Return once the load is newer than `version`, or after `timeout_s`."""
-        if self.version != version:
-            return
-        event = self._changed
-        try:
-            async with asyncio.timeout(timeout_s):
-                await event.wait()
-        except TimeoutError:
-            return
+    async def newer(self, version: int) -> None:
+        """Return once the load is newer than `version`; waits as long as the engine is at rest."""
+        if self.version == version:
+            await self._changed.wait()
 
     def report(self) -> mesh_pb2.LoadReport:
         stats = self.stats

@@ -22,9 +22,8 @@ from pdmesh.protocol.wire import delta_to_pb, request_from_pb
 log = logging.getLogger(__name__)
 
 SESSION_METADATA_KEY = "pdmesh-session"
-# Fast enough to route by, slow enough to cost nothing; silence beyond the longest tells a proxy that the engine is gone.
+# Fast enough to route by, slow enough to cost nothing.
 MIN_REPORT_INTERVAL_S = 0.1
-MAX_REPORT_INTERVAL_S = 1.0
 
 # What a stream's `read` returns at its end; the stubs do not know it.
 EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
@@ -125,14 +124,15 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
                 self._handoff.release(offer_id)
             ended = [offer_id for offer_id in message.renew_offers if not self._handoff.renew(offer_id)]
             if ended or message.ping:
-                await write(pb.ControlDown(pong=message.ping, ended_offers=ended))
+                await write(pb.ControlDown(pong=message.ping, ended_offers=ended, load=self._board.report()))
 
     async def _report_load(self, write: Write) -> None:
+        """Tell what changed; an engine at rest is silent but for its answers to pings."""
         while True:
             version = self._board.version
             await write(pb.ControlDown(load=self._board.report()))
             await asyncio.sleep(MIN_REPORT_INTERVAL_S)
-            await self._board.newer(version, MAX_REPORT_INTERVAL_S - MIN_REPORT_INTERVAL_S)
+            await self._board.newer(version)
 
 
 async def _write_frames(session: Session, context: Context) -> None:

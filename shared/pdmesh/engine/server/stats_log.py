@@ -15,7 +15,7 @@ async def log_stats(board: LoadBoard) -> None:
     seen = board.stats.steps
     while True:
         version = board.version
-        await board.newer(version, timeout_s=3600.0)
+        await board.newer(version)
         await asyncio.sleep(INTERVAL_S)
         stats = board.stats
         if stats.steps == seen:
