@@ -43,7 +43,9 @@ def private_bytes(processes: list[psutil.Process]) -> int:
 def test_an_idle_mesh_uses_under_one_percent_of_a_core(connector: str) -> None:
     # The proxy's own interval: `Mesh` makes it look for engines ten times as often.
     as_shipped = ("--pd-min-prompt-tokens", "0", "--resolve-interval-s", "2")
-    with mesh(DEMO_MODEL, connector=connector, kvcache_flags=("--connector", connector), proxy_flags=as_shipped) as running:
+    with mesh(
+        DEMO_MODEL, connector=connector, kvcache_flags=("--connector", connector), proxy_flags=as_shipped
+    ) as running:
         running.complete("Warm up the path once before the rest.", max_tokens=4)
         running.wait_nothing_held()
         processes = family(running)

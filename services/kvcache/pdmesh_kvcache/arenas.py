@@ -105,7 +105,9 @@ class ArenaSet:
             block_bytes=block_bytes,
             on_evict=self._metrics.evictions.inc,
         )
-        host = await ArenaHost(arena, list(self._config.connector), self._secret).__aenter__()
+        host = await ArenaHost(
+            arena, list(self._config.connector), self._secret, on_loopback=self._config.on_loopback
+        ).__aenter__()
         self._hosts.append(host)
         log.info(
             "layout %s of model %s: %d slots of %d bytes",

@@ -21,11 +21,11 @@ class ArenaHost:
     found, then `seal_lookup`. Whatever becomes of the lookup, its pins go with the offer: released, ended or expired.
     """
 
-    def __init__(self, arena: Arena, connectors: list[str], secret: MeshSecret) -> None:
+    def __init__(self, arena: Arena, connectors: list[str], secret: MeshSecret, *, on_loopback: bool) -> None:
         self.arena = arena
         self.index = arena.index
         self.offers = OfferTable()
-        self.puller = Puller(arena, connectors, secret)
+        self.puller = Puller(arena, connectors, secret, on_loopback=on_loopback, on_metadata=self._metadata_changed)
         self.retiring = False
         """Takes nothing new; goes when nothing uses it any more."""
         self._num_users = 0
@@ -99,6 +99,11 @@ class ArenaHost:
         """Let go of what a lookup pinned."""
         self.offers.release(transfer_id)
         self.owner.settle()
+
+    def _metadata_changed(self, connector: str, metadata: bytes) -> None:
+        self.puller.metadata[connector] = metadata
+        if self._owner is not None:
+            self._owner.set_metadata(connector, metadata)
 
     def _on_ended(self, ended: EndedOffer) -> None:
         self.index.unpin(lookup_pin(ended.offer_id))

@@ -30,12 +30,22 @@ PEER_IDLE_S = 30.0
 class Puller:
     """An async context manager around one arena's connectors. Leaving it ends all pulls; after that nothing writes."""
 
-    def __init__(self, arena: Arena, connectors: list[str], secret: MeshSecret) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        connectors: list[str],
+        secret: MeshSecret,
+        *,
+        on_loopback: bool,
+        on_metadata: Callable[[str, bytes], None],
+    ) -> None:
         self.metadata: dict[str, bytes] = {}
         """What consumers of the arena need, by connector."""
         self._arena = arena
         self._names = connectors
         self._secret = secret
+        self._on_loopback = on_loopback
+        self._on_metadata = on_metadata
         self._connectors: dict[str, WorkerConnector] = {}
         self._connector_of: dict[str, str] = {}
         self._num_pulls: Counter[str] = Counter()
@@ -60,11 +70,18 @@ class Puller:
         async with AsyncExitStack() as stack:
             stack.callback(self._thread.shutdown)
             self._connectors = await self._in_thread(
-                partial(make_worker_connectors, self._names, peer_id=self._arena.peer_id, secret=self._secret)
+                partial(
+                    make_worker_connectors,
+                    self._names,
+                    peer_id=self._arena.peer_id,
+                    secret=self._secret,
+                    on_loopback=self._on_loopback,
+                )
             )
             for name, connector in self._connectors.items():
                 stack.push_async_callback(self._in_thread, connector.close)
                 self.metadata[name] = await self._in_thread(partial(connector.register, self._arena.pool))
+                self._follow_metadata(name, connector)
                 self._watch(connector)
                 stack.callback(self._loop.remove_reader, connector.fileno())
             await stack.enter_async_context(self.peers)
@@ -80,6 +97,12 @@ class Puller:
         await self._stack.aclose()
         for waiting in self._waiting.values():
             waiting.cancel()
+
+    def _follow_metadata(self, name: str, connector: WorkerConnector) -> None:
+        def changed(metadata: bytes) -> None:
+            self._loop.call_soon_threadsafe(self._on_metadata, name, metadata)
+
+        connector.watch_metadata(changed)
 
     async def reach(self, owner_id: str, address: str, deadline_s: float) -> Peer:
         """Return the attached owner of a store's blocks. Raises HandshakeRefused or PeerUnavailable."""

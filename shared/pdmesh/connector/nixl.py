@@ -38,11 +38,12 @@ class NixlConnector(WorkerConnector):
 
     name = "nixl"
 
-    def __init__(self, peer_id: str, secret: MeshSecret) -> None:
+    def __init__(self, peer_id: str, secret: MeshSecret, *, on_loopback: bool = False) -> None:
         if not any(importlib.util.find_spec(package) for package in PACKAGES):
             raise ConfigError("connector nixl: NIXL is not installed; pip install 'pdmesh[nixl]' or leave nixl out")
         self._peer_id = peer_id
         self._secret = secret
+        self._on_loopback = on_loopback
         self._pool: KVPool | None = None
         self._helper: NixlHelper | None = None
         self._peers: dict[str, PoolShape] = {}
@@ -50,7 +51,7 @@ class NixlConnector(WorkerConnector):
 
     def register(self, pool: KVPool) -> bytes:
         self._pool = pool
-        self._helper = NixlHelper(pool, self._peer_id, self._pulls)
+        self._helper = NixlHelper(pool, self._peer_id, self._pulls, on_loopback=self._on_loopback)
         try:
             return self._metadata(pool, self._helper.ready())
         except (RuntimeError, TimeoutError) as exc:

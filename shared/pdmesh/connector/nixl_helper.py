@@ -59,10 +59,12 @@ UCX_DEFAULTS = {
 class NixlHelper:
     """A supervised helper process over one pool. Everything but `run`'s internals is for the engine's thread."""
 
-    def __init__(self, pool: KVPool, peer_id: str, pulls: ActivePulls) -> None:
+    def __init__(self, pool: KVPool, peer_id: str, pulls: ActivePulls, *, on_loopback: bool) -> None:
         self._pool = pool
         self._peer_id = peer_id
         self._pulls = pulls
+        # UCX authenticates nobody: a service that only this host may reach must not listen on other networks.
+        self._ucx_defaults = UCX_DEFAULTS | ({"UCX_NET_DEVICES": "lo"} if on_loopback else {})
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
         self._connecting: dict[str, Future[str]] = {}
@@ -159,7 +161,7 @@ class NixlHelper:
         return subprocess.Popen(
             [sys.executable, "-m", "pdmesh.connector.nixl_process", *arguments],
             pass_fds=(theirs.fileno(), self._pool.fd),
-            env=UCX_DEFAULTS | dict(os.environ),
+            env=self._ucx_defaults | dict(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
         )

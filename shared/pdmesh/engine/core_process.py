@@ -141,7 +141,10 @@ class _RegisteredLinks(msgspec.Struct, frozen=True):
 @contextlib.contextmanager
 def _links(launch: Launch, config: EngineConfig, pool: KVPool) -> Iterator[_RegisteredLinks]:
     connectors: dict[str, WorkerConnector] = make_worker_connectors(
-        list(config.connector), peer_id=launch.peer_id, secret=MeshSecret.load(config)
+        list(config.connector),
+        peer_id=launch.peer_id,
+        secret=MeshSecret.load(config),
+        on_loopback=config.on_loopback,
     )
     # Registered before anyone watches for metadata that replaces it.
     try:
