@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.engine.server.transfer_params import offered, parse, remote_kv
+from pdmesh.engine.server.transfer_params import check_prompt, offered, parse, remote_kv
 from pdmesh.errors import InvalidRequest
 from pdmesh.protocol.messages import GroupBlocks
 
@@ -71,3 +71,10 @@ def test_a_bad_value_is_refused_by_name(change: dict[str, Any], field: str) -> N
     with pytest.raises(InvalidRequest) as refused:
         remote_kv(parse(_offered() | change))
     assert (refused.value.param or "").startswith(field)
+
+
+def test_prompt_ids_of_a_router_must_be_the_prompts() -> None:
+    params = parse({"do_remote_prefill": True, "prompt_token_ids": [1, 2, 3]})
+    check_prompt(params, [1, 2, 3])
+    with pytest.raises(InvalidRequest, match="prompt_token_ids"):
+        check_prompt(params, [1, 2])

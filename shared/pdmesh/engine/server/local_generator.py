@@ -12,7 +12,7 @@ from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.requests import RunningRequest, Sink
 from pdmesh.engine.server.submission import StockLeg, Submission
-from pdmesh.engine.server.transfer_params import parse, remote_kv
+from pdmesh.engine.server.transfer_params import check_prompt, parse, remote_kv
 from pdmesh.errors import Overloaded, from_code
 from pdmesh.openai.generator import Generator, ModelCard, TokenRequest, Trace
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
@@ -141,6 +141,7 @@ def _stock_leg(request: TokenRequest) -> StockLeg:
     if not request.kv_transfer_params:
         return StockLeg()
     params = parse(request.kv_transfer_params)
+    check_prompt(params, request.token_ids)
     if params.do_remote_prefill:
         return StockLeg(remote=remote_kv(params))
     return StockLeg(offer=bool(params.do_remote_decode))

@@ -72,6 +72,12 @@ def parse(params: Mapping[str, Any]) -> TransferParams:
     return parsed
 
 
+def check_prompt(params: TransferParams, token_ids: list[int]) -> None:
+    """Raise InvalidRequest when a router's idea of the prompt differs from ours: the KV would be another prompt's."""
+    if params.prompt_token_ids is not None and params.prompt_token_ids != token_ids:
+        raise _invalid("prompt_token_ids", "must be the tokens of this request's prompt")
+
+
 def remote_kv(params: TransferParams) -> RemoteKV:
     """Take a decode leg's source. Raises InvalidRequest that names what is missing or out of range."""
     engine_id = params.remote_engine_id or _missing("remote_engine_id")
