@@ -77,6 +77,7 @@ deltas = st.builds(
     kv_bytes=st.integers(0, 1 << 50),
     kv_source=text,
     kv_committed=st.booleans(),
+    queued_s=st.floats(0, 1e6),
     error_code=error_code,
     error_message=text,
     error_param=text,
@@ -115,7 +116,7 @@ def test_an_unknown_error_is_ours() -> None:
 
 def test_no_field_of_the_structs_is_forgotten_by_the_tests() -> None:
     """A field that someone adds to a struct must be added to the wire, and so to the strategies above."""
-    for kind, number in ((SamplingParams, 18), (GenerateRequest, 10), (ChoiceDelta, 15), (TokenLogprobs, 3)):
+    for kind, number in ((SamplingParams, 18), (GenerateRequest, 10), (ChoiceDelta, 16), (TokenLogprobs, 3)):
         assert len(kind.__struct_fields__) == number, f"{kind.__name__} has changed: extend wire.py and this test"
 
 

@@ -5,6 +5,7 @@ finished. Each move below changes state, place and blocks together.
 """
 
 import bisect
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ class EngineState:
         """Move a sequence from the waiting queue into the batch."""
         self.waiting.remove(sequence)
         sequence.apply(Event.ADMITTED)
+        sequence.request.started_s = sequence.request.started_s or time.monotonic()
         bisect.insort(self.running, sequence, key=_order)
 
     def preempt(self, sequence: Sequence) -> None:
@@ -141,6 +143,7 @@ class EngineState:
                 cached_tokens=min(sequence.num_reused_tokens, sequence.request.num_prompt) if is_first else 0,
                 kv_bytes=sequence.kv_bytes if is_first else 0,
                 kv_source=sequence.kv_source if is_first else "",
+                queued_s=sequence.request.queued_s if is_first else 0.0,
                 error_code="" if error is None else error.code,
                 error_message="" if error is None else error.message,
                 error_param="" if error is None else error.param or "",

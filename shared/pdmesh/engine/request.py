@@ -5,6 +5,7 @@ A sequence has tokens computed and tokens to compute; scheduling is nothing but 
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from pdmesh.engine.messages import AddRequest
@@ -49,6 +50,14 @@ class Request:
         self.prompt_keys = add.block_keys
         """Keys of the prompt's full blocks in group 0, when the server sent them."""
         self.num_live = len(self.sequences)
+        self.arrived_s = time.monotonic()
+        self.started_s: float | None = None
+        """When its first step was scheduled."""
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds it waited, for blocks, budget or KV of others; 0 while it has not started."""
+        return 0.0 if self.started_s is None else self.started_s - self.arrived_s
 
 
 class Sequence:

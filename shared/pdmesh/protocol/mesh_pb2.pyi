@@ -394,6 +394,7 @@ class ChoiceDelta(_message.Message):
     KV_SOURCE_FIELD_NUMBER: _builtins.int
     KV_COMMITTED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    QUEUED_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice: _builtins.int
     finish_reason: _builtins.str
@@ -403,6 +404,8 @@ class ChoiceDelta(_message.Message):
     kv_bytes: _builtins.int
     kv_source: _builtins.str
     kv_committed: _builtins.bool
+    queued_s: _builtins.float
+    """from the core's first sight of the request to its first step; on the first delta"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -427,10 +430,11 @@ class ChoiceDelta(_message.Message):
         kv_source: _builtins.str = ...,
         kv_committed: _builtins.bool = ...,
         error: Global___ErrorInfo | None = ...,
+        queued_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "prompt_logprobs", b"prompt_logprobs", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "choice", b"choice", "error", b"error", "finish_reason", b"finish_reason", "kv_bytes", b"kv_bytes", "kv_committed", b"kv_committed", "kv_source", b"kv_source", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_token_id", b"stop_token_id", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "choice", b"choice", "error", b"error", "finish_reason", b"finish_reason", "kv_bytes", b"kv_bytes", "kv_committed", b"kv_committed", "kv_source", b"kv_source", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queued_s", b"queued_s", "request_id", b"request_id", "stop_token_id", b"stop_token_id", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

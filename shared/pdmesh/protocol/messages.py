@@ -116,6 +116,8 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes pulled for this request, set on the first delta."""
     kv_source: str = ""
     """Where they came from: "", "prefix", "tier", or the connector's name; "recompute:<reason>" after a failed pull."""
+    queued_s: float = 0.0
+    """Seconds between the core's first sight of the request and its first step, set on the first delta."""
     kv_committed: bool = False
     """True once on a leg with a ticket: this engine no longer needs the offer (fetched, or gave up on it)."""
     error_code: str = ""

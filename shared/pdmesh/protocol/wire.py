@@ -54,6 +54,7 @@ def delta_to_pb(delta: ChoiceDelta) -> pb.ChoiceDelta:
         kv_bytes=delta.kv_bytes,
         kv_source=delta.kv_source,
         kv_committed=delta.kv_committed,
+        queued_s=delta.queued_s,
     )
     if delta.prompt_logprobs is not None:
         positions = [pb.Logprobs() if entry is None else _logprobs_to_pb(entry) for entry in delta.prompt_logprobs]
@@ -84,6 +85,7 @@ def delta_from_pb(message: pb.ChoiceDelta) -> ChoiceDelta:
         kv_bytes=message.kv_bytes,
         kv_source=message.kv_source,
         kv_committed=message.kv_committed,
+        queued_s=message.queued_s,
         error_code=message.error.code,
         error_message=message.error.message,
         error_param=message.error.param,

@@ -88,6 +88,9 @@ class Endings:
         metrics.e2e.observe(duration_s)
         metrics.request_prompt_tokens.observe(len(request.token_ids))
         metrics.request_generation_tokens.observe(running.num_generated)
+        metrics.params_n.observe(request.sampling.n)
+        metrics.params_max_tokens.observe(request.sampling.max_tokens)
+        self._report_times(running, duration_s)
         token = request_id_var.set(request.request_id)
         log.info(
             "%s prompt=%d cached=%d generated=%d kv=%s kv_bytes=%d ms=%d",
@@ -100,6 +103,19 @@ class Endings:
             duration_s * 1000,
         )
         request_id_var.reset(token)
+
+    def _report_times(self, running: RunningRequest, duration_s: float) -> None:
+        """Split the time of a request that answered: queue, prefill, decode."""
+        if running.first_token_s is None:
+            return
+        metrics, to_first_s = self._metrics, running.first_token_s - running.arrived_s
+        metrics.queue_time.observe(running.queued_s)
+        metrics.inference_time.observe(duration_s - running.queued_s)
+        metrics.prefill_time.observe(to_first_s - running.queued_s)
+        decode_s = max(running.last_token_s.values()) - running.first_token_s
+        metrics.decode_time.observe(decode_s)
+        if (longest := running.num_generated // max(1, len(running.last_token_s))) > 1:
+            metrics.time_per_token.observe(decode_s / (longest - 1))
 
 
 def error_delta(request_id: str, choice: int, error: MeshError) -> ChoiceDelta:

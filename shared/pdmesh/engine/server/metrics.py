@@ -94,6 +94,19 @@ class EngineMetrics:
         self.ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to first token, seconds.", TTFT_S)
         self.itl = histogram("vllm:inter_token_latency_seconds", "Between tokens of one choice, seconds.", ITL_S)
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end, seconds.", LATENCY_S)
+        self.queue_time = histogram("vllm:request_queue_time_seconds", "Waiting for a first step, seconds.", LATENCY_S)
+        self.inference_time = histogram(
+            "vllm:request_inference_time_seconds", "First step to the end, seconds.", LATENCY_S
+        )
+        self.prefill_time = histogram(
+            "vllm:request_prefill_time_seconds", "First step to first token, seconds.", LATENCY_S
+        )
+        self.decode_time = histogram("vllm:request_decode_time_seconds", "First token to the last, seconds.", LATENCY_S)
+        self.time_per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first, seconds.", ITL_S
+        )
+        self.params_n = histogram("vllm:request_params_n", "Choices asked for.", (1, 2, 5, 10, 20))
+        self.params_max_tokens = histogram("vllm:request_params_max_tokens", "Most tokens asked for.", tokens)
         self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens per request.", tokens)
         self.request_generation_tokens = histogram(
             "vllm:request_generation_tokens", "Tokens generated per request.", tokens

@@ -146,6 +146,7 @@ class Outputs:
     def _note_first(self, running: RunningRequest, delta: ChoiceDelta) -> None:
         running.has_answered = True
         running.num_cached = delta.cached_tokens
+        running.queued_s = delta.queued_s
         if running.fetch_failure:
             running.kv_source = f"recompute:{running.fetch_failure}"
         elif not running.kv_source or delta.kv_source.startswith("recompute"):
@@ -156,7 +157,8 @@ class Outputs:
     def _measure(self, running: RunningRequest, delta: ChoiceDelta, now: float) -> None:
         if not delta.token_ids:
             return
-        if not running.num_generated:
+        if running.first_token_s is None:
+            running.first_token_s = now
             self._metrics.ttft.observe(now - running.arrived_s)
         last = running.last_token_s.get(delta.choice)
         if last is not None:

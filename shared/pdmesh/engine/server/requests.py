@@ -46,6 +46,9 @@ class RunningRequest:
     first_tokens: dict[int, list[int]] = field(default_factory=dict)
     unfinished: set[int] = field(default_factory=set)
     """Choices of a prefill-only request that their first token did not end."""
+    queued_s: float = 0.0
+    """Seconds it waited in the core before its first step."""
+    first_token_s: float | None = None
     last_token_s: dict[int, float] = field(default_factory=dict)
     has_answered: bool = False
     """Whether its first delta is out."""
