@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before anything imports torch: tests share few cores, and thread counts must not change results.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -17,6 +18,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 for _name in [name for name in os.environ if name.startswith("PDMESH_") and not name.startswith("PDMESH_TEST_")]:
     del os.environ[_name]
+
+# A busy machine is no fault of the code under test.
+settings.register_profile("pdmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pdmesh")
 
 ENDING_GRACE_S = 5.0
 # Tests here start processes of their own and take seconds each: too much for --quick.

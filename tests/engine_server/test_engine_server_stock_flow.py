@@ -105,6 +105,10 @@ def test_health_and_metrics_answer(pair: Any) -> None:
             "vllm:prefix_cache_hits_total",
             "vllm:request_success_total",
             "vllm:time_to_first_token_seconds_bucket",
+            "vllm:request_queue_time_seconds_bucket",
+            "vllm:request_prefill_time_seconds_bucket",
+            "vllm:request_decode_time_seconds_bucket",
+            "vllm:request_time_per_output_token_seconds_bucket",
             "vllm:cache_config_info",
             "pdmesh_offers_open",
         ):
