@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh_proxy.router import DEGRADED, Decision, Reason, RequestFacts, compatible, route
+from pdmesh_proxy.router import (
+    DEGRADED,
+    KV_PRESSURE,
+    SEQUENCE_COST_TOKENS,
+    Decision,
+    Reason,
+    RequestFacts,
+    compatible,
+    route,
+)
 from pdmesh_proxy.view import ClusterView, EngineView
 
 
@@ -55,6 +64,10 @@ def changed(view: EngineView, **changes: Any) -> EngineView:
     return dataclasses.replace(view, **changes)
 
 
+NIXL_P2 = changed(P2, connectors=frozenset({"nixl"}))
+NIXL_D2 = changed(D2, connectors=frozenset({"nixl"}))
+
+
 @pytest.mark.parametrize(
     ("engines", "changes", "prefill", "decode", "reason"),
     [
@@ -82,12 +95,26 @@ def changed(view: EngineView, **changes: Any) -> EngineView:
         ([changed(P1, connectors=frozenset({"nixl"})), P2, D1], {}, "p2", "d1", Reason.DISAGGREGATED),
         ([P1, changed(D1, draining=True)], {}, None, "p1", Reason.NO_DECODE),
         ([changed(P1, draining=True), D1], {}, None, "d1", Reason.NO_PREFILL),
-        ([P1, D1], {"excluded": frozenset({"session-p1"})}, None, "d1", Reason.NO_PREFILL),
+        # Engines that live and have failed this request are no mesh without them.
+        ([P1, D1], {"excluded": frozenset({"session-p1"})}, None, "d1", Reason.PREFILL_EXCLUDED),
+        ([P1, D1], {"excluded": frozenset({"session-d1"})}, None, "p1", Reason.DECODE_EXCLUDED),
+        ([P1, P2, D1], {"excluded": frozenset({"session-p1"})}, "p2", "d1", Reason.DISAGGREGATED),
+        ([P1, NIXL_P2, D1], {"excluded": frozenset({"session-p1"})}, None, "d1", Reason.PREFILL_EXCLUDED),
+        ([P1, NIXL_D2, D1], {"excluded": frozenset({"session-d1"})}, None, "d2", Reason.DECODE_EXCLUDED),
+        ([P1, NIXL_D2], {"excluded": frozenset({"session-other"})}, None, "d2", Reason.NO_PAIR),
+        ([changed(P1, draining=True), D1], {"excluded": frozenset({"session-p1"})}, None, "d1", Reason.NO_PREFILL),
+        # Load: who holds the prompt serves it alone only where it is the cheapest to do so.
+        ([P1, changed(D1, num_sequences=10), D2], {"cached_tokens": {"d1@1": 980}}, None, "d1", Reason.CACHED),
+        ([P1, changed(D1, num_sequences=40), D2], {"cached_tokens": {"d1@1": 980}}, "p1", "d2", Reason.DISAGGREGATED),
+        ([P1, changed(D1, waiting_tokens=990), D2], {"cached_tokens": {"d1@1": 980}}, "p1", "d2", Reason.DISAGGREGATED),
+        ([P1, changed(D1, kv_usage=0.97), D2], {"cached_tokens": {"d1@1": 980}}, "p1", "d2", Reason.DISAGGREGATED),
+        ([P1, changed(D1, num_sequences=9), D2], {"num_prompt_tokens": 5}, None, "d2", Reason.SHORT_PROMPT),
         # After prefill.
         ([P1, D1, D2], {"started": True, "offer_owner": "p1@1"}, None, "d1", Reason.HANDOFF),
         ([changed(P1, draining=True), D1], {"started": True, "offer_owner": "p1@1"}, None, "d1", Reason.HANDOFF),
         ([D1], {"started": True, "offer_owner": "p1@1"}, None, "d1", Reason.RESUMED),
         ([P1], {"started": True, "offer_owner": "p1@1"}, None, "p1", Reason.NO_DECODE),
+        ([P1, D1], {"started": True, "excluded": frozenset({"session-d1"})}, None, "p1", Reason.DECODE_EXCLUDED),
         ([P1, D1], {"started": True}, None, "d1", Reason.RESUMED),
         ([P1, D1, D2], {"started": True, "excluded": frozenset({"session-d1"})}, None, "d2", Reason.RESUMED),
         (
@@ -138,6 +165,13 @@ def test_decode_is_chosen_by_sequences_then_by_who_rested_longest_and_never_when
     assert decide([P1, changed(D1, last_used=5), changed(D2, last_used=4)]).decode.engine_id == "d2"  # type: ignore[union-attr]
     full = changed(D2, kv_usage=0.99)
     assert decide([P1, changed(D1, num_sequences=50), full]).decode.engine_id == "d1"  # type: ignore[union-attr]
+
+
+def test_a_busy_holder_of_the_prompt_does_not_make_an_idle_decode_compute_it() -> None:
+    """The holder's cache was taken for the choice's: 5,984 of 6,000 tokens held by the busy one sent all to the idle one."""
+    holder = changed(D1, num_sequences=200)
+    decision = decide([P1, holder, D2], num_prompt_tokens=6000, cached_tokens={"d1@1": 5984})
+    assert decision == Decision(prefill=P1, decode=D2, reason=Reason.DISAGGREGATED)
 
 
 names = st.sampled_from([f"e{i}" for i in range(6)])
@@ -205,3 +239,49 @@ def test_whatever_the_mesh_looks_like(
         assert compatible(owner, decision.decode)
     if decision.reason in DEGRADED:
         assert decision.prefill is None
+    _check_sensible(decision, request, [e for e in able if e.can_decode], minimum)
+    _check_blame(decision, request, engines)
+
+
+def _check_sensible(decision: Decision, request: RequestFacts, decodes: list[EngineView], minimum: int) -> None:
+    if decision.reason is Reason.SHORT_PROMPT:
+        assert request.num_prompt_tokens < minimum
+    if decision.reason is Reason.CACHED:
+        assert decision.decode is not None
+        assert not request.needs_prompt_logprobs
+        assert request.uncached(decision.decode) < minimum
+    if decision.reason in (Reason.SHORT_PROMPT, Reason.CACHED):
+        assert decision.decode in decodes
+        assert (_is_full(decision.decode), _alone_cost(decision.decode, request)) == min(
+            (_is_full(e), _alone_cost(e, request)) for e in decodes
+        ), "another decode would have answered sooner"
+    if decision.reason is Reason.DISAGGREGATED:
+        assert request.num_prompt_tokens >= minimum
+        best = min(decodes, key=lambda e: (_is_full(e), _alone_cost(e, request), e.last_used))
+        assert request.uncached(best) >= minimum, "the decode to serve it alone holds the prompt"
+
+
+def _check_blame(decision: Decision, request: RequestFacts, engines: list[EngineView]) -> None:
+    """A kind of engine is said to be missing only where none lives, and to be excluded only where some are."""
+    alive = [e for e in engines if not e.draining and request.model_fingerprint in ("", e.model_fingerprint)]
+    excluded = [e for e in alive if e.session_id in request.excluded]
+    if decision.reason is Reason.NO_PREFILL:
+        assert not any(e.can_prefill for e in alive)
+    if decision.reason is Reason.NO_DECODE:
+        assert not any(e.can_decode for e in alive)
+    if decision.reason is Reason.NO_PAIR:
+        left = [e for e in alive if e not in excluded]
+        assert not any(compatible(p, d) for p in alive for d in left if p.can_prefill and d.can_decode)
+        assert not any(compatible(p, d) for p in left for d in alive if p.can_prefill and d.can_decode)
+    if decision.reason is Reason.PREFILL_EXCLUDED:
+        assert any(e.can_prefill for e in excluded)
+    if decision.reason is Reason.DECODE_EXCLUDED:
+        assert any(e.can_decode for e in excluded)
+
+
+def _is_full(view: EngineView) -> bool:
+    return view.kv_usage > KV_PRESSURE
+
+
+def _alone_cost(view: EngineView, request: RequestFacts) -> int:
+    return view.waiting_tokens + SEQUENCE_COST_TOKENS * view.num_sequences + request.uncached(view)

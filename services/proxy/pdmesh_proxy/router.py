@@ -7,7 +7,9 @@ Cost model. All costs are prompt tokens to be computed, the unit in which the ti
 - a decode leg computes nothing, so only the sequences and the waiting tokens count.
 
 What decode would have to compute itself decides whether disaggregation pays: below `pd_min_prompt_tokens` the hand-over
-costs more than it saves. Engines whose KV pool is nearly full come last, ties go to the one used longest ago.
+costs more than it saves. It is asked of the one decode that would serve the whole request, the cheapest by load and cache
+together: that a busy engine holds the prompt is no reason to compute it on an idle one. Engines whose KV pool is nearly
+full come last, ties go to the one used longest ago.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,13 +40,19 @@ class Reason(StrEnum):
     NO_DECODE = "no_decode"
     NO_PAIR = "no_compatible_pair"
     """Prefill and decode engines live, but none can exchange KV."""
+    PREFILL_EXCLUDED = "prefill_excluded"
+    """Prefill engines live, but each that could be used failed or refused this very request."""
+    DECODE_EXCLUDED = "decode_excluded"
+    """The same of decode engines."""
     HANDOFF = "handoff"
     """Prefill is done; decode takes over with the ticket."""
     RESUMED = "resumed"
     """Tokens were emitted; another engine goes on from them."""
 
 
-DEGRADED = frozenset({Reason.NO_PREFILL, Reason.NO_DECODE, Reason.NO_PAIR})
+DEGRADED = frozenset(
+    {Reason.NO_PREFILL, Reason.NO_DECODE, Reason.NO_PAIR, Reason.PREFILL_EXCLUDED, Reason.DECODE_EXCLUDED}
+)
 """Disaggregation was intended and will not happen."""
 
 
@@ -55,6 +63,7 @@ class RequestFacts:
     num_prompt_tokens: int
     max_tokens: int
     needs_prompt_logprobs: bool = False
+    """Every position's logprobs are still to be reported, so every position is computed: nothing counts as cached."""
     started: bool = False
     """Prefill has ended for this request: tokens may have been emitted."""
     offer_owner: str = ""
@@ -68,6 +77,8 @@ class RequestFacts:
 
     def uncached(self, engine: EngineView) -> int:
         """Prompt tokens that `engine` would have to compute."""
+        if self.needs_prompt_logprobs:
+            return self.num_prompt_tokens
         return self.num_prompt_tokens - min(self.num_prompt_tokens, self.cached_tokens.get(engine.peer_id, 0))
 
 
@@ -90,10 +101,16 @@ def route(facts: RequestFacts, view: ClusterView, *, pd_min_prompt_tokens: int) 
     if prefills and facts.max_tokens <= 1:
         return Decision(prefill=_cheapest(prefills, _prefill_cost(facts)), decode=None, reason=Reason.SINGLE_TOKEN)
     if not decodes:
-        reason = Reason.NO_DECODE if view.wants_decode else Reason.AGGREGATED
-        return _whole(facts, prefills, reason)
-    if reason_alone := _reason_for_decode_alone(facts, view, prefills, decodes, pd_min_prompt_tokens):
-        return _whole(facts, decodes, reason_alone)
+        return _whole(facts, prefills, _why_no_decode(facts, view))
+    if not prefills:
+        return _whole(facts, decodes, _why_no_prefill(facts, view))
+    if facts.num_prompt_tokens < pd_min_prompt_tokens:
+        return _whole(facts, decodes, Reason.SHORT_PROMPT)
+    alone = _cheapest(decodes, _whole_cost(facts))
+    if facts.uncached(alone) < pd_min_prompt_tokens:
+        return Decision(prefill=None, decode=alone, reason=Reason.CACHED)
+    if not _any_pair(prefills, decodes):
+        return _whole(facts, decodes, _why_no_pair(facts, view, prefills, decodes))
     return _pair(facts, prefills, decodes)
 
 
@@ -109,11 +126,16 @@ def compatible(prefill: EngineView, decode: EngineView) -> bool:
 
 
 def _usable(engine: EngineView, facts: RequestFacts) -> bool:
-    return (
-        not engine.draining
-        and engine.session_id not in facts.excluded
-        and facts.model_fingerprint in ("", engine.model_fingerprint)
-    )
+    return _alive(engine, facts) and engine.session_id not in facts.excluded
+
+
+def _alive(engine: EngineView, facts: RequestFacts) -> bool:
+    """Whether a request that has failed nowhere could use it."""
+    return not engine.draining and facts.model_fingerprint in ("", engine.model_fingerprint)
+
+
+def _any_pair(prefills: list[EngineView], decodes: list[EngineView]) -> bool:
+    return any(compatible(prefill, decode) for prefill in prefills for decode in decodes)
 
 
 def _go_on(
@@ -125,29 +147,33 @@ def _go_on(
     if takers:
         return Decision(prefill=None, decode=_cheapest(takers, _decode_cost), reason=Reason.HANDOFF)
     if not decodes and view.wants_decode:
-        return _whole(facts, prefills, Reason.NO_DECODE)
+        return _whole(facts, prefills, _why_no_decode(facts, view))
     return _whole(facts, decodes or prefills, Reason.RESUMED)
 
 
-def _reason_for_decode_alone(
-    facts: RequestFacts,
-    view: ClusterView,
-    prefills: list[EngineView],
-    decodes: list[EngineView],
-    pd_min_prompt_tokens: int,
-) -> Reason | None:
-    if not prefills:
-        return Reason.NO_PREFILL if view.wants_prefill else Reason.AGGREGATED
-    if facts.num_prompt_tokens < pd_min_prompt_tokens:
-        return Reason.SHORT_PROMPT
-    # Reporting every position's logprobs means computing every position: nothing counts as cached.
-    if not facts.needs_prompt_logprobs and min(map(facts.uncached, decodes)) < pd_min_prompt_tokens:
-        return Reason.CACHED
-    if not any(compatible(prefill, decode) for prefill in prefills for decode in decodes):
-        # One engine in both roles has nobody to hand over to, and was not meant to have.
-        alone = len({engine.peer_id for engine in (*prefills, *decodes)}) == 1
-        return Reason.AGGREGATED if alone else Reason.NO_PAIR
-    return None
+def _why_no_prefill(facts: RequestFacts, view: ClusterView) -> Reason:
+    if any(engine.can_prefill and _alive(engine, facts) for engine in view.engines):
+        return Reason.PREFILL_EXCLUDED
+    return Reason.NO_PREFILL if view.wants_prefill else Reason.AGGREGATED
+
+
+def _why_no_decode(facts: RequestFacts, view: ClusterView) -> Reason:
+    if any(engine.can_decode and _alive(engine, facts) for engine in view.engines):
+        return Reason.DECODE_EXCLUDED
+    return Reason.NO_DECODE if view.wants_decode else Reason.AGGREGATED
+
+
+def _why_no_pair(
+    facts: RequestFacts, view: ClusterView, prefills: list[EngineView], decodes: list[EngineView]
+) -> Reason:
+    alive = [engine for engine in view.engines if _alive(engine, facts)]
+    if _any_pair([engine for engine in alive if engine.can_prefill], decodes):
+        return Reason.PREFILL_EXCLUDED
+    if _any_pair(prefills, [engine for engine in alive if engine.can_decode]):
+        return Reason.DECODE_EXCLUDED
+    # One engine in both roles has nobody to hand over to, and was not meant to have.
+    alone = len({engine.peer_id for engine in (*prefills, *decodes)}) == 1
+    return Reason.AGGREGATED if alone else Reason.NO_PAIR
 
 
 def _pair(facts: RequestFacts, prefills: list[EngineView], decodes: list[EngineView]) -> Decision:

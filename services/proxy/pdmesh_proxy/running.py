@@ -41,6 +41,8 @@ class Fallback(StrEnum):
     NO_PREFILL = "no_prefill"
     NO_DECODE = "no_decode"
     NO_PAIR = "no_compatible_pair"
+    PREFILL_EXCLUDED = "prefill_excluded"
+    DECODE_EXCLUDED = "decode_excluded"
     LEG_FAILED = "leg_failed"
     """Prefill or decode failed it before the KV had moved, and one engine computed it anew."""
     NO_TICKET = "no_ticket"
@@ -118,7 +120,7 @@ class RunningRequest:
         return RequestFacts(
             num_prompt_tokens=len(self.request.token_ids),
             max_tokens=sampling.max_tokens,
-            needs_prompt_logprobs=sampling.prompt_logprobs is not None,
+            needs_prompt_logprobs=sampling.prompt_logprobs is not None and not self._prompt_logprobs_sent,
             started=self.started,
             offer_owner=self.offer.peer_id if self.offer is not None and self.offer.live else "",
             model_fingerprint=self.model_fingerprint,
