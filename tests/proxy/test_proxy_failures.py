@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from pdmesh.errors import DeadlineExceeded, Draining, MeshError, Overloaded, PeerUnavailable, TransferFailed
+from pdmesh.errors import (
+    DeadlineExceeded,
+    Draining,
+    HandshakeRefused,
+    MeshError,
+    Overloaded,
+    PeerUnavailable,
+    TransferFailed,
+)
 from support.fake_engine import Behaviour, FakeEngine, expected_tokens
 from support.fake_mesh import PROMPT, fake_mesh, finish_reasons, proxy_over, token_request, tokens_of, until
 
@@ -117,17 +125,88 @@ def test_decode_dies_after_prefill_and_prefill_goes_on_itself() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("error", [TransferFailed("stale"), TransferFailed("expired")])
-def test_a_failed_fetch_is_computed_on_decode_and_counted(error: MeshError) -> None:
+@pytest.mark.parametrize(
+    "error", [TransferFailed("stale"), TransferFailed("the owner cannot be reached"), HandshakeRefused("no memory")]
+)
+def test_a_failed_fetch_is_computed_on_that_decode_and_counted(error: MeshError) -> None:
+    """The decode is well: it is not excluded for a KV owner that is not, even with no other decode to go to."""
+
     async def scenario() -> None:
         prefill = FakeEngine("prefill")
         decode = FakeEngine("decode", behaviour=Behaviour(refuse_fetch=error))
         async with fake_mesh(prefill, decode) as mesh:
             request = token_request(max_tokens=40)
             assert tokens_of(await mesh.collect(request)) == WANTED
-            assert request.trace.fallbacks == ["decode:TransferFailed", "leg_failed"]
+            assert request.trace.fallbacks == [f"decode:{error.code}", "leg_failed"]
+            assert request.trace.decode == decode.engine_id
+            assert [bool(leg.ticket) for leg in decode.requests] == [True, False]
+            assert len(prefill.requests) == 1
             assert mesh.metric("pdmesh_proxy_fallbacks_total", reason="leg_failed") == 1
+            assert mesh.metric("pdmesh_proxy_fallbacks_total", reason="decode_excluded") == 0
             await until(lambda: not prefill.offers.open)
+
+    asyncio.run(scenario())
+
+
+def test_a_decode_that_is_itself_unavailable_is_left_and_the_offer_goes_to_another() -> None:
+    async def scenario() -> None:
+        prefill, other = FakeEngine("prefill"), FakeEngine("decode")
+        broken = FakeEngine("decode", behaviour=Behaviour(refuse=PeerUnavailable("the engine core died")))
+        async with fake_mesh(prefill, broken, other) as mesh:
+            requests = [token_request(max_tokens=40) for _ in range(2)]
+            for request in requests:
+                assert tokens_of(await mesh.collect(request)) == WANTED
+                assert request.trace.decode == other.engine_id
+            assert requests[0].trace.fallbacks or requests[1].trace.fallbacks
+            assert all(leg.ticket for leg in (*broken.requests, *other.requests)), "the offer outlives the failed leg"
+            await until(lambda: not prefill.offers.open)
+
+    asyncio.run(scenario())
+
+
+def test_the_only_decode_is_unavailable_so_prefill_goes_on_and_the_mesh_is_not_said_to_lack_decodes() -> None:
+    async def scenario() -> None:
+        prefill = FakeEngine("prefill")
+        broken = FakeEngine("decode", behaviour=Behaviour(refuse=PeerUnavailable("the engine core died")))
+        async with fake_mesh(prefill, broken) as mesh:
+            request = token_request(max_tokens=40)
+            assert tokens_of(await mesh.collect(request)) == WANTED
+            assert len(broken.requests) == 1
+            assert request.trace.fallbacks == ["decode:PeerUnavailable", "decode_excluded"]
+            assert mesh.metric("pdmesh_proxy_fallbacks_total", reason="no_decode") == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_full_prefill_is_not_counted_as_a_mesh_without_prefill() -> None:
+    async def scenario() -> None:
+        full, decode = FakeEngine("prefill", behaviour=Behaviour(refuse=Overloaded("full"))), FakeEngine("decode")
+        async with fake_mesh(full, decode) as mesh:
+            request = token_request(max_tokens=40)
+            assert tokens_of(await mesh.collect(request)) == WANTED
+            assert request.trace.reason == "prefill_excluded"
+            assert request.trace.fallbacks == ["prefill:Overloaded", "prefill_excluded"]
+            assert mesh.metric("pdmesh_proxy_fallbacks_total", reason="prefill_excluded") == 1
+            assert mesh.metric("pdmesh_proxy_fallbacks_total", reason="no_prefill") == 0
+
+    asyncio.run(scenario())
+
+
+def test_what_is_remembered_of_refused_engines_goes_with_their_addresses(tmp_path: Any) -> None:
+    async def scenario() -> None:
+        listing = tmp_path / "decode"
+        async with FakeEngine("decode") as engine:
+            listing.write_text(f"{engine.address}\n")
+            async with proxy_over(prefill=[], decode=[f"file:{listing}"]) as mesh:
+                await until(lambda: mesh.cluster.serving)
+                for _ in range(3):
+                    async with FakeEngine("decode", model_fingerprint="model-2") as stranger:
+                        listing.write_text(f"{engine.address}\n{stranger.address}\n")
+                        await until(lambda: mesh.metric("pdmesh_proxy_engines_refused"))
+                        assert len(mesh.cluster._refused) == 1
+                    listing.write_text(f"{engine.address}\n")
+                    await until(lambda: len(mesh.cluster._endpoints) == 1)
+                assert not mesh.cluster._refused
 
     asyncio.run(scenario())
 

@@ -48,8 +48,8 @@ class Cluster:
         self._num_used = 0
         self._fingerprint = ""
         """The model in use; empty until an engine has answered."""
-        self._refused: set[str] = set()
-        """Processes with another model, already logged."""
+        self._refused: dict[str, str] = {}
+        """Address -> process there with another model, already logged."""
         self._model_name = ""
         self._max_model_len = 0
         self._vocab_size = 0
@@ -77,7 +77,7 @@ class Cluster:
         engines: dict[str, EngineView] = {}
         for endpoint in self._endpoints.values():
             session = endpoint.session
-            if session is not None and self._serves(session):
+            if session is not None and not session.broken and self._serves(session):
                 # One process reached under two addresses is one engine.
                 engines.setdefault(session.peer_id, _engine_view(endpoint, session))
         return ClusterView(
@@ -144,6 +144,7 @@ class Cluster:
         while not endpoint.unwanted:
             await endpoint.run()
         del self._endpoints[endpoint.address]
+        self._refused.pop(endpoint.address, None)
         self._on_change()
 
     def _start(self, life: Coroutine[Any, Any, None]) -> None:
@@ -157,7 +158,8 @@ class Cluster:
             log.error("a task of the cluster ended by a defect", exc_info=exc)
 
     def _on_change(self) -> None:
-        sessions = [endpoint.session for endpoint in self._endpoints.values() if endpoint.session is not None]
+        known = [endpoint.session for endpoint in self._endpoints.values() if endpoint.session is not None]
+        sessions = [session for session in known if not session.broken]
         self._choose_model(sessions)
         serving = [session for session in sessions if self._serves(session)]
         if serving:
@@ -177,8 +179,8 @@ class Cluster:
             self._fingerprint = votes.most_common(1)[0][0]
             self._refused.clear()
         for session in sessions:
-            if not self._serves(session) and session.peer_id not in self._refused:
-                self._refused.add(session.peer_id)
+            if not self._serves(session) and self._refused.get(session.address) != session.peer_id:
+                self._refused[session.address] = session.peer_id
                 log.warning(
                     "engine %s at %s is not used: it serves %s (%s), the mesh serves %s (%s)",
                     session.info.engine_id,
