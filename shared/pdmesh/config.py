@@ -1,8 +1,9 @@
 """Configuration of every service: one frozen pydantic model, filled from flags, environment, TOML and defaults, in that order.
 
 `load_config(DecodeConfig, argv)` reads `--config FILE` (or `PDMESH_CONFIG`), then `PDMESH_<FIELD>` variables, then flags.
-A bad value ends in a ConfigError that names field, value and limit; unknown keys and flags are errors. Nothing else in
-pdmesh reads the environment.
+A bad value ends in a ConfigError that names field, value and limit; unknown keys and flags are errors. No setting is read
+from the environment anywhere else; what is not a setting is: `security` and the supervisor ask XDG_STATE_HOME where this
+user's files go, and who starts a process (the supervisor, the NIXL connector's helper) hands its own environment on.
 """
 
 import argparse
@@ -105,7 +106,7 @@ class EngineConfig(ServiceConfig, HttpConfig):
     watermark: float = Field(default=0.0, ge=0, lt=1)
     """Share of blocks kept free when new requests are admitted."""
     max_num_queued_reqs: int = Field(default=4096, ge=1)
-    """Most requests waiting; one more is a 503 with Retry-After."""
+    """Most requests waiting, each of their choices counted; one more is a 503 with Retry-After."""
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     """When a pull fails: end the request with an error, or compute the prompt here."""
     connector: list[Literal["shm", "nixl", "grpc"]] = ["shm", "grpc"]

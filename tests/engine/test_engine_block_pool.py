@@ -31,7 +31,7 @@ def test_blocks_without_content_are_taken_before_cached_ones_and_those_least_rec
     pool.release(cached[2:])
     # The tail of the first chain goes before its head.
     assert pool.allocate(4) == [3, cached[1], cached[0], cached[2]]
-    assert pool.num_cached == 0
+    assert not any(pool.find(bytes([block])) for block in cached)
 
 
 def test_an_evicted_key_is_gone() -> None:
@@ -91,15 +91,27 @@ def test_the_check_notices_a_lost_reference() -> None:
         pool.check_integrity([])
 
 
+def test_a_copy_has_the_content_and_a_generation_of_its_own(memory: KVPool) -> None:
+    pool = BlockPool(3, memory)
+    [block] = pool.allocate(1)
+    memory.blocks[block] = 7
+    before = memory.generations_of([0, 1])
+    copied = pool.copy(block)
+    assert copied != block
+    assert (memory.blocks[copied] == 7).all()
+    assert pool.generations_of([copied]) == [before[copied] + 1]
+    assert pool.generations_of([block]) == [before[block]]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_order_of_moves_keeps_every_block_in_one_place(data: st.DataObject) -> None:
     pool, held, next_key = BlockPool(6), [], 0
     for _ in range(data.draw(st.integers(1, 40))):
-        move = data.draw(st.sampled_from(["allocate", "share", "release", "register", "forget", "reset"]))
+        move = data.draw(st.sampled_from(["allocate", "share", "release", "register", "forget", "copy"]))
         if move == "allocate" and pool.num_free:
             held.append(pool.allocate(data.draw(st.integers(1, pool.num_free))))
-        elif move == "share" and pool.num_cached:
+        elif move == "share" and pool._by_key:
             key = data.draw(st.sampled_from(sorted(pool._by_key)))
             block = pool.find(key)
             assert block is not None
@@ -112,6 +124,6 @@ def test_any_order_of_moves_keeps_every_block_in_one_place(data: st.DataObject) 
             next_key += 1
         elif move == "forget" and held:
             pool.forget(held[0])
-        elif move == "reset":
-            pool.reset_cache()
+        elif move == "copy" and held and pool.num_free:
+            held.append([pool.copy(held[-1][0])])
         pool.check_integrity(held)

@@ -92,7 +92,7 @@ def test_choices_share_the_prompt_and_differ_by_noise() -> None:
     core.add(prompt_of(14), n=3, temperature=1.0, seed=5)
     core.run()
     assert len({tuple(core.tokens(choice=choice)) for choice in range(3)}) == 3
-    assert [core.deltas_of(choice=choice)[0].cached_tokens for choice in range(3)] == [0, 12, 12]
+    assert [core.deltas_of(choice=choice)[0].cached_tokens for choice in range(3)] == [0, 13, 13]
     # The first step computes the prompt once; the second brings the others' tails.
     assert [len(step.context_len) for step in core.backend.steps[:2]] == [1, 3]
 
@@ -247,6 +247,15 @@ def test_bad_requests_are_refused_and_others_go_on(options: dict[str, object], p
     core.run()
     delta = core.deltas_of("bad")[0]
     assert (delta.error_code, delta.error_param, delta.finish_reason) == ("InvalidRequest", param, "error")
+    assert core.tokens("good") == expected_tokens(prompt_of(5), 8)
+
+
+def test_a_request_that_cannot_even_be_checked_is_answered() -> None:
+    core = CoreHarness()
+    core.add([2, 1 << 63], n=2)
+    core.add(prompt_of(5), "good")
+    core.run()
+    assert [core.deltas_of(choice=choice)[0].error_code for choice in (0, 1)] == ["InternalError"] * 2
     assert core.tokens("good") == expected_tokens(prompt_of(5), 8)
 
 

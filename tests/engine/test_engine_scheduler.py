@@ -8,7 +8,7 @@ from pdmesh.engine.block_pool import BlockPool
 from pdmesh.engine.kv_manager import KVGroup, KVManager
 from pdmesh.engine.progress import RowResult
 from pdmesh.engine.scheduler import Schedule, Scheduler
-from pdmesh.engine.states import TRANSITIONS, Event, State, after, is_finished
+from pdmesh.engine.states import FINISH_REASON, TRANSITIONS, Event, State, after
 from pdmesh.protocol.messages import GroupBlocks, KVSource
 from support.core_harness import make_add
 
@@ -139,7 +139,7 @@ def test_a_pull_that_finds_no_room_waits_for_it() -> None:
 
 def test_every_live_state_can_be_aborted_and_no_final_one_goes_on() -> None:
     for state in State:
-        if is_finished(state):
+        if state in FINISH_REASON:
             assert not [pair for pair in TRANSITIONS if pair[0] is state]
         else:
             assert after(state, Event.ABORTED) is State.FINISHED_ABORTED

@@ -1,6 +1,6 @@
 """Scheduler and KV manager under random events, without a model: after each event everything is in exactly one place.
 
-Hypothesis picks arrivals, aborts, pulls that succeed and fail, offers released, cache resets and steps; pools are tiny, so
+Hypothesis picks arrivals, aborts, pulls that succeed and fail, offers released and steps; pools are tiny, so
 that preemption is the rule. At the end every request has ended once, and every block is free.
 """
 
@@ -64,7 +64,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         length=st.integers(1, 40),
         family=st.integers(0, 2),
-        n=st.sampled_from([1, 1, 1, 3]),
+        n=st.sampled_from([1, 1, 1, 3, 7]),
         max_tokens=st.integers(1, 12),
         prefill_only=st.booleans(),
         has_offer=st.booleans(),
@@ -144,10 +144,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.scheduler.release_offer(offer_id)
         self._collect()
 
-    @rule()
-    def reset_cache(self) -> None:
-        self.scheduler.reset_prefix_cache()
-
     @invariant()
     def is_whole(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -156,13 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
         state.check_integrity()
         assert len(state.running) <= self.limits.max_num_seqs
         assert state.ledger.num_loads == len(self.pulls)
-        live = {
-            (request.request_id, sequence.choice)
-            for request in state.requests.values()
-            for sequence in request.sequences
-            if not sequence.is_finished
-        }
-        assert live == self.open
+        assert _live(self.scheduler) == self.open
         for sequence in state.running:
             assert len(sequence.blocks[0]) * BLOCK_SIZE >= sequence.num_computed
             assert 0 <= sequence.num_computed < sequence.num_tokens <= self.limits.max_model_len
@@ -223,7 +213,7 @@ class EngineMachine(RuleBasedStateMachine):
         holders = Counter(
             block
             for request in self.scheduler.state.requests.values()
-            for sequence in request.sequences
+            for sequence in request.sequences.values()
             for block in sequence.blocks[0]
         )
         assert all(holders[block] <= 1 for block in written)
@@ -267,10 +257,9 @@ class EngineMachine(RuleBasedStateMachine):
 
 def _live(scheduler: Scheduler) -> set[tuple[str, int]]:
     return {
-        (request.request_id, sequence.choice)
+        (request.request_id, choice)
         for request in scheduler.state.requests.values()
-        for sequence in request.sequences
-        if not sequence.is_finished
+        for choice in (*request.sequences, *request.held)
     }
 
 

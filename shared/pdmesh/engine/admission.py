@@ -21,13 +21,14 @@ class Limits:
     """0 is off."""
     watermark_blocks: int = 0
     max_num_queued_reqs: int = 4096
+    """Requests, each choice counted."""
 
 
 def check_request(add: AddRequest, limits: Limits) -> None:
     """Raise InvalidRequest, naming field, value and limit, for a request that can never be served."""
     request, sampling = add.request, add.request.sampling
+    _check_choices(add, limits)
     _check_length(add, limits)
-    _check_choices(add)
     _check_ids("prompt", request.token_ids, limits)
     for tokens in request.emitted:
         _check_ids("emitted", tokens, limits)
@@ -54,8 +55,15 @@ def _check_length(add: AddRequest, limits: Limits) -> None:
         )
 
 
-def _check_choices(add: AddRequest) -> None:
+def _check_choices(add: AddRequest, limits: Limits) -> None:
     choices, emitted = add.request.choices, add.request.emitted
+    if len(choices) > limits.max_num_queued_reqs:
+        # Waiting would not help: it does not fit an empty queue either.
+        raise InvalidRequest(
+            f"the request has {len(choices)} choices, but this engine's queue holds at most "
+            f"{limits.max_num_queued_reqs} (max-num-queued-reqs)",
+            param="n",
+        )
     if not choices or len(set(choices)) != len(choices) or min(choices) < 0:
         raise InvalidRequest(f"choices {choices[:8]} must be distinct and not negative", param="n")
     if emitted and len(emitted) != len(choices):

@@ -30,10 +30,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._by_key)
-
     def is_free(self, block_id: int) -> bool:
         return self._ref_counts[block_id] == 0
 
@@ -49,6 +45,13 @@ class BlockPool:
         if self._pool is not None and taken:
             # Before anything is written: a late reader must see the change no later than the new content.
             self._pool.bump(taken)
+        return taken
+
+    def copy(self, block_id: int) -> int:
+        """Take a block, as `allocate` does, and give it the content that `block_id` has now."""
+        [taken] = self.allocate(1)
+        if self._pool is not None:
+            self._pool.blocks[taken] = self._pool.blocks[block_id]
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -85,11 +88,6 @@ class BlockPool:
             if key is not None:
                 self._keys[block_id] = None
                 del self._by_key[key]
-
-    def reset_cache(self) -> None:
-        """Forget all keys; blocks in use stay in use."""
-        self._by_key.clear()
-        self._keys = [None] * self.num_blocks
 
     def generations_of(self, block_ids: list[int]) -> list[int]:
         return [0] * len(block_ids) if self._pool is None else self._pool.generations_of(block_ids)

@@ -17,7 +17,6 @@ from pdmesh.engine.messages import (
     DisconnectPeer,
     FromCore,
     ReleaseOffer,
-    ResetPrefixCache,
     Shutdown,
     StepOutput,
     ToCore,
@@ -115,8 +114,6 @@ class Core:
                 self._links.connect(message)
             case DisconnectPeer():
                 self._links.disconnect(message.peer_id)
-            case ResetPrefixCache():
-                self._scheduler.reset_prefix_cache()
             case Shutdown():
                 self._is_stopping = True
 
@@ -125,7 +122,7 @@ class Core:
             self._scheduler.add(message)
         except Exception as exc:  # whatever a request holds, the others go on
             log.exception("request %s could not be taken in", message.request.request_id)
-            self._scheduler.fail_request(message.request.request_id, f"{type(exc).__name__}: {exc}")
+            self._scheduler.fail_add(message, f"{type(exc).__name__}: {exc}")
 
     def _order_pulls(self) -> None:
         outbox = self._scheduler.state.outbox

@@ -1,11 +1,12 @@
 """Everything the scheduler knows, and the moves that keep it whole: enqueue, run, preempt, finish.
 
-A sequence is in exactly one of: its request's held list, the waiting queue, the running list, the ledger (pulling), or
-finished. Each move below changes state, place and blocks together.
+A sequence is in exactly one of: the waiting queue, the running list, the ledger (pulling), or finished; a choice that has not
+started is a number in its request's `held`. Each move below changes state, place and blocks together.
 """
 
 import bisect
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ from pdmesh.engine.states import FINISH_REASON, Event, State
 from pdmesh.engine.waiting_queue import WaitingQueue
 from pdmesh.errors import MeshError
 from pdmesh.protocol.messages import ChoiceDelta, KVSource, TokenLogprobs
+
+PREFIX_SOURCE = "prefix"
+"""`kv_source` of a sequence that found KV of its beginning in this engine."""
 
 
 @dataclass(slots=True)
@@ -40,6 +44,8 @@ class EngineState:
         self.kv = kv
         self.limits = limits
         self.requests: dict[str, Request] = {}
+        self.num_held = 0
+        """Choices of all requests that have not started."""
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         """In order of arrival."""
@@ -50,6 +56,24 @@ class EngineState:
     def take_outbox(self) -> Outbox:
         taken, self.outbox = self.outbox, Outbox()
         return taken
+
+    @property
+    def num_queued(self) -> int:
+        """Choices that have not had a turn yet."""
+        return self.waiting.num_new + self.num_held
+
+    def enqueue(self, request: Request) -> None:
+        """Take in a new request; its first choice waits."""
+        self.requests[request.request_id] = request
+        self.num_held += len(request.held)
+        self.waiting.push_new(request.lead)
+
+    def sequence_of(self, request: Request, choice: int) -> Sequence | None:
+        """Return a live choice's sequence, made now for one that has not started; it must be moved on at once."""
+        if choice in request.held:
+            self.num_held -= 1
+            return request.make_next(choice)
+        return request.sequences.get(choice)
 
     def run(self, sequence: Sequence) -> None:
         """Move a sequence from the waiting queue into the batch."""
@@ -78,12 +102,27 @@ class EngineState:
             return waiting or running
         return max(waiting, running, key=_order)
 
-    def free_held(self, request: Request) -> None:
-        """Let the further choices of a request compete for the batch: its prompt is in the cache now."""
-        for sequence in request.held:
-            sequence.apply(Event.FREED)
-            self.waiting.push_returned(sequence)
-        request.held = []
+    def free_next(self, request: Request, donor: Sequence | None) -> None:
+        """Let the next choice compete for the batch, on what `donor`, who leads, has computed of the prompt; it leads now."""
+        if not request.held:
+            return
+        self.num_held -= 1
+        request.lead = sequence = request.make_next()
+        sequence.apply(Event.FREED)
+        if donor is not None and self.kv.share(donor, sequence, reserve=self.limits.watermark_blocks):
+            self.note_hits(sequence, sequence.num_computed)
+        self.waiting.push_returned(sequence)
+
+    def note_hits(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let a sequence begin behind the first `num_tokens`, whose KV was here and is now its own too."""
+        sequence.num_computed = num_tokens
+        if sequence.has_reported:
+            return
+        sequence.num_reused_tokens = num_tokens
+        self.counters.prefix_cache_queries += sequence.num_tokens
+        self.counters.prefix_cache_hits += num_tokens
+        if sequence.kv_source in ("", PREFIX_SOURCE):
+            sequence.kv_source = PREFIX_SOURCE if num_tokens else ""
 
     def finish(
         self,
@@ -97,6 +136,10 @@ class EngineState:
     ) -> None:
         """End a sequence, wherever it is, free what it holds, and say so in its last delta."""
         request = sequence.request
+        is_last = sequence is request.lead and not request.held
+        if sequence is request.lead and not is_last:
+            # Without a lead the held would wait for ever. KV that led to a failure is not handed on.
+            self.free_next(request, None if event is Event.FAILED else sequence)
         self._leave(sequence)
         sequence.apply(event)
         self.report(
@@ -107,15 +150,10 @@ class EngineState:
             stop_token_id=stop_token_id,
             error=error,
         )
-        if sequence is request.lead and request.held:
-            # Without a computed prompt the next choice must lead.
-            request.lead = request.held.pop(0)
-            request.lead.apply(Event.FREED)
-            self.waiting.push_returned(request.lead)
-        elif sequence is request.lead and request.source is not None:
+        if is_last and request.source is not None:
             self.end_source(request, request.source, reason="aborted")
-        request.num_live -= 1
-        if request.num_live == 0:
+        del request.sequences[sequence.choice]
+        if request.is_ended:
             del self.requests[request.request_id]
 
     def report(
@@ -168,7 +206,7 @@ class EngineState:
         counters = self.counters
         return Stats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + self.num_held,
             num_waiting_tokens=self.waiting.num_tokens,
             num_waiting_remote=self.ledger.num_loads,
             num_blocks_used=self.kv.num_used,
@@ -189,14 +227,30 @@ class EngineState:
         assert all(sequence.state in (State.WAITING, State.PREEMPTED) for sequence in self.waiting)
         assert self.waiting.num_tokens == sum(sequence.num_to_compute for sequence in self.waiting)
         placed = len(self.running) + len(self.waiting) + self.ledger.num_owners
-        placed += sum(len(request.held) for request in self.requests.values())
-        live = sum(not sequence.is_finished for request in self.requests.values() for sequence in request.sequences)
+        live = sum(len(request.sequences) for request in self.requests.values())
         assert placed == live, f"{live} live sequences in {placed} places"
+        assert self.num_held == sum(len(request.held) for request in self.requests.values())
+        for request in self.requests.values():
+            assert not request.held or request.lead.choice in request.sequences, "nobody will free the held choices"
+        self._check_sharing()
+
+    def _check_sharing(self) -> None:
+        """Assert that a block is shared only by sequences that will not write to it."""
+        sequences = [sequence for request in self.requests.values() for sequence in request.sequences.values()]
+        for index, group in enumerate(self.kv.groups):
+            num_holders = Counter(block_id for sequence in sequences for block_id in sequence.blocks[index])
+            for sequence in sequences:
+                # What a pull writes to is not told by the sequence's numbers.
+                if sequence.state is not State.WAITING_FOR_REMOTE_KVS:
+                    own = sequence.blocks[index][sequence.num_computed // group.block_size :]
+                    assert all(num_holders[block_id] == 1 for block_id in own), (
+                        f"{sequence} would write to shared blocks"
+                    )
 
     def _holders(self) -> Iterator[BlockLists]:
         yield from self.ledger.holders()
         for request in self.requests.values():
-            for sequence in request.sequences:
+            for sequence in request.sequences.values():
                 yield sequence.blocks
 
     def _leave(self, sequence: Sequence) -> None:
@@ -206,8 +260,6 @@ class EngineState:
                 self._stop_running(sequence)
             case State.WAITING | State.PREEMPTED:
                 self.waiting.remove(sequence)
-            case State.HELD:
-                sequence.request.held.remove(sequence)
             case State.WAITING_FOR_REMOTE_KVS:
                 load = self.ledger.load_of(sequence)
                 load.owner, load.quarantined = None, self.kv.detach(sequence)

@@ -1,5 +1,6 @@
 """Blocks for sequences: what is cached already, room for what comes, names for what is full, and everything back at the end."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ class KVManager:
     def __init__(self, groups: list[KVGroup], *, enable_prefix_caching: bool) -> None:
         self.groups = groups
         self.enable_prefix_caching = enable_prefix_caching
+        self._common_block_size = math.lcm(*(group.block_size for group in groups))
 
     @property
     def block_size(self) -> int:
@@ -98,6 +100,34 @@ class KVManager:
                 sequence.blocks[index] += group.blocks.allocate(needs[index])
         return True
 
+    def share(self, donor: Sequence, taker: Sequence, *, reserve: int = 0) -> int:
+        """Give a further choice what `donor` has computed of their prompt; return the tokens it need not compute.
+
+        Full blocks are referenced. The last one, which both go on to fill, is copied; when that would leave fewer than
+        `reserve` blocks free, its tokens are left to compute. At least one token always is.
+        """
+        num_tokens = min(donor.num_computed, donor.request.num_prompt, taker.num_tokens - 1)
+        if any(num_tokens % group.block_size and group.blocks.num_free <= reserve for group in self.groups):
+            num_tokens -= num_tokens % self._common_block_size
+        for index, group in enumerate(self.groups):
+            num_full, rest = divmod(num_tokens, group.block_size)
+            blocks = donor.blocks[index][:num_full]
+            group.blocks.acquire(blocks)
+            if rest:
+                blocks.append(group.blocks.copy(donor.blocks[index][num_full]))
+            taker.blocks[index] = blocks
+            taker.keys[index] = donor.keys[index][:num_full]
+            taker.num_registered[index] = num_full
+        taker.num_computed = num_tokens
+        return num_tokens
+
+    def holds_prompt(self, sequence: Sequence) -> bool:
+        """Whether all full blocks of the prompt, but for its last token, are computed."""
+        return (
+            sequence.num_computed
+            >= (sequence.request.num_prompt - 1) // self._common_block_size * self._common_block_size
+        )
+
     def register(self, sequence: Sequence) -> None:
         """Make the blocks that are full and computed by now findable."""
         if not self.enable_prefix_caching:
@@ -154,10 +184,6 @@ class KVManager:
         """Return the keys of the prompt's full blocks in group 0."""
         num_full = sequence.request.num_prompt // self.block_size
         return self._keys(sequence, 0, num_full)[:num_full]
-
-    def reset_cache(self) -> None:
-        for group in self.groups:
-            group.blocks.reset_cache()
 
     def check_integrity(self, holders: Iterable[BlockLists]) -> None:
         """Assert that references and holders agree in every group."""

@@ -49,15 +49,11 @@ class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peer_id: str
 
 
-class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    pass
-
-
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
-ToCore = AddRequest | Abort | ReleaseOffer | ConnectPeer | DisconnectPeer | ResetPrefixCache | Shutdown
+ToCore = AddRequest | Abort | ReleaseOffer | ConnectPeer | DisconnectPeer | Shutdown
 
 
 # ---- core -> server ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.remote_kv import RemoteKV
-from pdmesh.engine.request import Sequence
+from pdmesh.engine.request import Request, Sequence
 from pdmesh.engine.states import Event
 from pdmesh.errors import MeshError
 from pdmesh.protocol.messages import TokenLogprobs
@@ -49,23 +49,30 @@ class Progress:
             # Only prompt_logprobs were asked for.
             self._state.finish(sequence, Event.LENGTH_REACHED)
 
-    def note_prompt(self, sequence: Sequence) -> None:
-        """Once per request: seal its offer, tell the tier, free its other choices, when the lead has computed the prompt."""
+    def note_start(self, sequence: Sequence) -> None:
+        """When the lead joins the batch with the prompt's KV from the one before it: let the next choice start too."""
         request = sequence.request
-        if request.is_prompt_computed or sequence is not request.lead or sequence.num_computed < request.num_prompt:
-            return
-        request.is_prompt_computed = True
-        if request.offer_id:
-            self._remote.seal_offer(sequence)
-        if request.store_to_tier:
-            self._remote.report_computed(sequence)
-        self._state.free_held(request)
+        if sequence is request.lead and request.is_prompt_computed and self._state.kv.holds_prompt(sequence):
+            self._state.free_next(request, sequence)
 
-    def is_at_end(self, sequence: Sequence) -> bool:
-        """Whether no further token may be generated."""
-        sampling = sequence.request.sampling
-        return sequence.num_output > 0 and (
-            sequence.num_output >= sampling.max_tokens or sequence.num_tokens >= self._state.limits.max_model_len
+    def note_prompt(self, sequence: Sequence) -> None:
+        """When the lead has computed the prompt: seal the offer and tell the tier, once, and let the next choice start."""
+        request = sequence.request
+        if sequence is not request.lead or sequence.num_computed < request.num_prompt:
+            return
+        if not request.is_prompt_computed:
+            request.is_prompt_computed = True
+            if request.offer_id:
+                self._remote.seal_offer(sequence)
+            if request.store_to_tier:
+                self._remote.report_computed(sequence)
+        self._state.free_next(request, sequence)
+
+    def is_at_end(self, request: Request, num_output: int) -> bool:
+        """Whether a choice with `num_output` generated tokens may have no further one."""
+        return num_output > 0 and (
+            num_output >= request.sampling.max_tokens
+            or request.num_prompt + num_output >= self._state.limits.max_model_len
         )
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: list[TokenLogprobs]) -> None:
@@ -86,6 +93,6 @@ class Progress:
                 return Event.STOPPED
             if token_id in sampling.stop_token_ids:
                 return Event.STOPPED
-        if self.is_at_end(sequence):
+        if self.is_at_end(sequence.request, sequence.num_output):
             return Event.LENGTH_REACHED
         return Event.HANDED_OFF if sequence.request.prefill_only else None

@@ -1,4 +1,4 @@
-"""What the core knows of a request: the request itself, and one `Sequence` per choice with its two numbers.
+"""What the core knows of a request: the request itself, and one `Sequence` per choice that has started.
 
 A sequence has tokens computed and tokens to compute; scheduling is nothing but raising the first to the second.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pdmesh.engine.messages import AddRequest
-from pdmesh.engine.states import FINISH_REASON, Event, State, after
+from pdmesh.engine.states import Event, State, after
 from pdmesh.engine.token_buffer import TokenBuffer
 from pdmesh.protocol.messages import KVSource, SamplingParams, TokenLogprobs
 
@@ -18,7 +20,11 @@ if TYPE_CHECKING:
 
 
 class Request:
-    """A request and its choices. The first live choice leads; the others are held until its prompt is computed."""
+    """A request and its choices.
+
+    They start one after the other: the one that started last leads, and when it has the prompt's KV the next takes that
+    over and leads. Of a choice that has not started only its number is kept.
+    """
 
     def __init__(self, add: AddRequest, number: int, num_groups: int) -> None:
         request = add.request
@@ -27,6 +33,9 @@ class Request:
         """Order of arrival."""
         self.sampling: SamplingParams = request.sampling
         self.cache_salt = request.cache_salt
+        self.prompt = np.array(request.token_ids, dtype=np.int64)
+        """Shared by all choices, so not writable."""
+        self.prompt.setflags(write=False)
         self.num_prompt = len(request.token_ids)
         self.prefill_only = request.prefill_only
         self.offer_id = add.offer_id
@@ -36,23 +45,35 @@ class Request:
         self.recompute_last = add.recompute_last
         self.store_to_tier = add.store_to_tier
         self.is_prompt_computed = False
-        emitted = request.emitted or [[] for _ in request.choices]
-        self.sequences = [
-            Sequence(self, choice, place, TokenBuffer(request.token_ids + tokens), len(tokens), num_groups)
-            for place, (choice, tokens) in enumerate(zip(request.choices, emitted, strict=True))
-        ]
-        self.held = self.sequences[1:]
-        self.lead = self.sequences[0]
+        self._emitted = request.emitted
+        self._num_groups = num_groups
+        self.held = {choice: place for place, choice in enumerate(request.choices)}
+        """Choices that have not started, with their places in line, in order."""
+        self.sequences: dict[int, Sequence] = {}
+        """Live choices that have started."""
+        self.lead = self.make_next()
         self.lead.state = State.WAITING
         self.wants_prompt_logprobs = (
             self.sampling.prompt_logprobs is not None and self.lead.choice == 0 and self.lead.num_emitted == 0
         )
         self.prompt_keys = add.block_keys
         """Keys of the prompt's full blocks in group 0, when the server sent them."""
-        self.num_live = len(self.sequences)
         self.arrived_s = time.monotonic()
         self.started_s: float | None = None
         """When its first step was scheduled."""
+
+    @property
+    def is_ended(self) -> bool:
+        return not self.sequences and not self.held
+
+    def make_next(self, choice: int | None = None) -> Sequence:
+        """Take a choice, the first in line or a given one, out of the held and make its sequence."""
+        choice = next(iter(self.held)) if choice is None else choice
+        place = self.held.pop(choice)
+        emitted = self._emitted[place] if self._emitted else []
+        tokens = TokenBuffer(self.prompt, emitted)
+        sequence = self.sequences[choice] = Sequence(self, choice, place, tokens, len(emitted), self._num_groups)
+        return sequence
 
     @property
     def queued_s(self) -> float:
@@ -109,10 +130,6 @@ class Sequence:
     @property
     def holds_blocks(self) -> bool:
         return any(self.blocks)
-
-    @property
-    def is_finished(self) -> bool:
-        return self.state in FINISH_REASON
 
     @property
     def wants_prompt_logprobs(self) -> bool:

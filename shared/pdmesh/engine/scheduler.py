@@ -76,22 +76,19 @@ class Scheduler:
             return
         self._num_requests += 1
         request = Request(add, self._num_requests, len(self.state.kv.groups))
-        self.state.requests[request.request_id] = request
-        self.state.waiting.push_new(request.lead)
-        for sequence in request.sequences[:]:
-            if self._progress.is_at_end(sequence):
+        self.state.enqueue(request)
+        for choice, tokens in zip(add.request.choices, add.request.emitted, strict=False):
+            if self._progress.is_at_end(request, len(tokens)):
                 # Resumed after its last token: there is nothing left but to say so.
-                self.state.finish(sequence, Event.LENGTH_REACHED)
+                self._finish(request, choice, Event.LENGTH_REACHED)
 
     def abort(self, request_id: str, choice: int = -1) -> None:
         """End one choice (-1: all) with finish reason "abort"; unknown ones have ended already."""
         request = self.state.requests.get(request_id)
         if request is None:
             return
-        # The lead goes last: no other choice has to take its place when all go.
-        for sequence in sorted(request.sequences, key=lambda sequence: sequence is request.lead):
-            if choice in (-1, sequence.choice) and not sequence.is_finished:
-                self.state.finish(sequence, Event.ABORTED)
+        for each in _choices_of(request) if choice == -1 else [choice]:
+            self._finish(request, each, Event.ABORTED)
 
     def release_offer(self, offer_id: str) -> None:
         """Let the blocks of an offer go."""
@@ -102,9 +99,6 @@ class Scheduler:
         sequence = self._remote.end(result, connector)
         if sequence is not None:
             self._progress.note_prompt(sequence)
-
-    def reset_prefix_cache(self) -> None:
-        self.state.kv.reset_cache()
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -126,15 +120,22 @@ class Scheduler:
         for request in {row.sequence.request.number: row.sequence.request for row in schedule.rows}.values():
             self.fail_request(request.request_id, message)
 
+    def fail_add(self, add: AddRequest, message: str) -> None:
+        """Answer a request that could not be taken in, wholly or in part."""
+        if add.request.request_id in self.state.requests:
+            self.fail_request(add.request.request_id, message)
+        else:
+            self._refuse(add, InternalError(message))
+
     def fail_request(self, request_id: str, message: str) -> None:
         """End all choices of a request with an InternalError."""
         request = self.state.requests.get(request_id)
         if request is None:
             return
-        for sequence in sorted(request.sequences, key=lambda sequence: sequence is request.lead):
-            if not sequence.is_finished:
-                self.state.kv.forget(sequence)
-                self.state.finish(sequence, Event.FAILED, error=InternalError(message))
+        for sequence in request.sequences.values():
+            self.state.kv.forget(sequence)
+        for choice in _choices_of(request):
+            self._finish(request, choice, Event.FAILED, error=InternalError(message))
 
     def _schedule_running(self, rows: list[ScheduledRow]) -> tuple[int, bool]:
         """Give running sequences their tokens, oldest first; return the budget left and whether any was preempted."""
@@ -182,7 +183,8 @@ class Scheduler:
             return None, self._block(sequence, is_alone)
         state.run(sequence)
         if cached is not None:
-            self._note_hits(sequence, start)
+            state.note_hits(sequence, start)
+        self._progress.note_start(sequence)
         return ScheduledRow(sequence, num_tokens), True
 
     def _share(self, sequence: Sequence, num_to_compute: int, budget: int) -> int:
@@ -220,17 +222,10 @@ class Scheduler:
             self._blocked is sequence and bool(self.state.running) and self.state.kv.num_free <= self._blocked_num_free
         )
 
-    def _note_hits(self, sequence: Sequence, num_tokens: int) -> None:
-        """Begin behind the cached blocks that the sequence was given."""
-        sequence.num_computed = num_tokens
-        if sequence.has_reported:
-            return
-        sequence.num_reused_tokens = num_tokens
-        counters = self.state.counters
-        counters.prefix_cache_queries += sequence.num_tokens
-        counters.prefix_cache_hits += num_tokens
-        if num_tokens and not sequence.kv_source:
-            sequence.kv_source = "prefix"
+    def _finish(self, request: Request, choice: int, event: Event, *, error: MeshError | None = None) -> None:
+        sequence = self.state.sequence_of(request, choice)
+        if sequence is not None:
+            self.state.finish(sequence, event, error=error)
 
     # ---- admission ------------------------------------------------------------------------------
 
@@ -239,9 +234,10 @@ class Scheduler:
         if request_id in self.state.requests:
             raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
         check_request(add, self._limits)
-        if self.state.waiting.num_new >= self._limits.max_num_queued_reqs:
+        num_queued, most = self.state.num_queued, self._limits.max_num_queued_reqs
+        if num_queued + len(add.request.choices) > most:
             raise Overloaded(
-                f"{self._limits.max_num_queued_reqs} requests are waiting already (max-num-queued-reqs)",
+                f"{num_queued} requests and choices are waiting already, at most {most} may (max-num-queued-reqs)",
                 retry_after_s=RETRY_AFTER_S,
             )
 
@@ -268,3 +264,9 @@ class Scheduler:
                     reason="refused",
                 )
             )
+
+
+def _choices_of(request: Request) -> list[int]:
+    """Return the live choices, the lead last: no other has to take its place when all end."""
+    others = [choice for choice in request.sequences if choice != request.lead.choice]
+    return [*request.held, *others, request.lead.choice]

@@ -7,7 +7,7 @@ class State(Enum):
     """Where a sequence is."""
 
     HELD = "held"
-    """A further choice of a request, until the first one's prompt is computed."""
+    """A choice that does not compete for the batch yet: the one before it computes the prompt."""
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
     RUNNING = "running"
@@ -67,10 +67,6 @@ FINISH_REASON: dict[State, str] = {
     State.FINISHED_HANDED_OFF: "",
 }
 """What `ChoiceDelta.finish_reason` says of each final state."""
-
-
-def is_finished(state: State) -> bool:
-    return state in FINISH_REASON
 
 
 def after(state: State, event: Event) -> State:
