@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pdmesh.models.source import DEMO_MODEL
-from pdmesh.openai.text import StopScanner, TextModel, load_text_model
+from pdmesh.openai.text import StopScanner, StopStrings, TextModel, load_text_model
 from pdmesh.openai.text.vocabulary import Spelling
 
 DEMO = load_text_model(DEMO_MODEL)
@@ -128,7 +128,7 @@ def reference_cut(said: str, stops: list[str], include: bool) -> tuple[str, str 
 )
 @settings(max_examples=400, deadline=None)
 def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str], stops: list[str], include: bool) -> None:
-    scanner = StopScanner(stops, include)
+    scanner = StopScanner(StopStrings(stops), include)
     out, seen = "", ""
     expected, stop = reference_cut("".join(pieces), stops, include)
     for piece in pieces:
@@ -147,14 +147,14 @@ def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str], stops
 
 
 def test_a_stop_cannot_begin_before_min_tokens() -> None:
-    scanner = StopScanner(["ab"], include=False)
+    scanner = StopScanner(StopStrings(["ab"]), include=False)
     assert scanner.push("a", armed=False).text == "a"
     assert scanner.push("b").stop is None
     assert scanner.push("ab").stop == "ab"
 
 
 def test_a_long_stop_is_not_quadratic() -> None:
-    scanner = StopScanner(["a" * 1023 + "b"] * 4, include=False)
+    scanner = StopScanner(StopStrings(["a" * 1023 + "b"] * 4), include=False)
     started = time.process_time()
     for _ in range(20_000):
         scanner.push("a")

@@ -10,7 +10,7 @@ import pytest
 import openai
 from pdmesh.config import HttpConfig
 from pdmesh.errors import InvalidRequest, NotFound, Overloaded, PeerUnavailable
-from pdmesh.openai.text import TextModel
+from pdmesh.openai.text import TextModel, stop_strings
 from support.api_server import ApiServer, api_server
 from support.echo_generator import EchoGenerator
 
@@ -124,6 +124,40 @@ def test_another_content_type_is_a_400(shared_server: ApiServer, content_type: s
     assert answer.json()["error"]["message"] == "Unsupported Media Type: Only 'application/json' is allowed"
 
 
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        *[("X-Vllm-Priority", value) for value in (b"\xb2", b"-\xb3", b"--1", b"9" * 6000, b"1e3", b"")],
+        *[("X-Request-Id", value) for value in (b"\xe9", b"x" * 500, b"")],
+        *[("Authorization", b"Bearer \xb2"), ("Content-Type", b"application/json; charset=\xb2")],
+    ],
+)
+def test_what_is_no_number_or_no_ascii_in_a_header_hurts_nobody(
+    shared_server: ApiServer, header: str, value: bytes
+) -> None:
+    """A superscript two passes str.isdigit and fails int(): it was a 500."""
+    headers: list[tuple[bytes, bytes]] = [(b"Content-Type", b"application/json"), (header.encode(), value)]
+    answer = shared_server.raw("POST", "/v1/completions", content=json.dumps(BASE), headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-request-id"].isascii()
+    assert shared_server.generator.requests[-1].priority == 0
+
+
+def test_a_priority_header_reaches_the_request(shared_server: ApiServer) -> None:
+    for said, meant in (("-5", -5), (str(2**63 - 1), 2**63 - 1), (str(2**63), 0)):
+        shared_server.post("/v1/completions", BASE, {"X-Vllm-Priority": said})
+        assert shared_server.generator.requests[-1].priority == meant
+
+
+def test_a_defect_is_a_500_that_is_named_and_counted_like_every_answer(text: TextModel) -> None:
+    with api_server(text, EchoGenerator(failure=RuntimeError("secret"))) as server:
+        answer = server.post("/v1/completions", BASE, {"X-Request-Id": "mine"})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
+        assert "secret" not in answer.text
+        counted = 'http_requests_total{handler="/v1/completions",method="POST",status="5xx"} 1.0'
+        assert counted in server.raw("GET", "/metrics").text
+
+
 def test_json_with_a_charset_is_json(shared_server: ApiServer) -> None:
     headers = {"Content-Type": "application/json; charset=utf-8"}
     answer = shared_server.raw("POST", "/v1/completions", content=json.dumps(BASE), headers=headers)
@@ -178,6 +212,44 @@ def test_catalogue_28_30_the_context_is_a_bound(text: TextModel, length: int, ma
         assert answer.status_code == 400
         assert answer.json()["error"]["message"].startswith(message)
         assert not server.generator.requests
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [[504]] * 129, "n": 128}, "n"),
+        ({"prompt": [504] * 300, "n": 16384}, "n"),
+        ({"prompt": [504] * 400, "n": 128, "prompt_logprobs": 20}, "n"),
+        ({"prompt": [504] * 400, "n": 128, "logprobs": 20, "echo": True}, "n"),
+        ({"prompt": [[504]] * 128, "n": 100, "logit_bias": {str(token_id): 1 for token_id in range(4000)}}, "n"),
+        ({"prompt": [[504]] * 128, "n": 100, "allowed_token_ids": list(range(4000))}, "n"),
+        ({"prompt": [[504]] * 1024, "allowed_token_ids": list(range(5000))}, "prompt"),
+        ({"prompt": [[504] * 100] * 1024, "prompt_logprobs": 20}, "prompt"),
+    ],
+)
+def test_what_is_small_in_a_body_and_gigabytes_when_multiplied_is_a_400(
+    shared_server: ApiServer, body: dict[str, Any], param: str
+) -> None:
+    before = len(shared_server.generator.requests)
+    answer = shared_server.post("/v1/completions", {"max_tokens": 1, **body})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert "at most" in answer.json()["error"]["message"]
+    assert len(shared_server.generator.requests) == before
+
+
+def test_choices_share_the_automata_of_their_stop_strings(
+    shared_server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were built for every choice anew: n = 16384 with long stop strings held the server for half a minute."""
+    built: list[str] = []
+    build = stop_strings._failures
+    monkeypatch.setattr(stop_strings, "_failures", lambda stop: built.append(stop) or build(stop))
+    answer = shared_server.post(
+        "/v1/completions", {"prompt": ["x", "y"], "n": 50, "max_tokens": 1, "stop": ["ab", "c"]}
+    )
+    assert len(answer.json()["choices"]) == 100
+    assert len(built) == 2
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(text: TextModel) -> None:

@@ -1,7 +1,5 @@
 """Puts the OpenAI-compatible API together for the proxy and for an engine's own HTTP port."""
 
-import logging
-
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry
@@ -20,8 +18,6 @@ from pdmesh.openai.metrics import ApiMetrics
 from pdmesh.openai.serving import Role, Serving
 from pdmesh.openai.text import TextModel
 
-log = logging.getLogger(__name__)
-
 
 def create_app(
     *,
@@ -38,7 +34,6 @@ def create_app(
     app = FastAPI(title="pdmesh", version=pdmesh.__version__, docs_url=None, redoc_url=None)
     app.include_router(make_router(serving, config, registry))
     app.add_exception_handler(MeshError, _on_mesh_error)
-    app.add_exception_handler(Exception, _on_any_error)
     # The last one added is the first a request meets: browsers ask about origins without a key.
     app.add_middleware(Door, keys=ApiKeys(config.api_key), metrics=metrics)
     app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
@@ -48,8 +43,3 @@ def create_app(
 
 async def _on_mesh_error(request: Request, exc: Exception) -> Response:
     return error_response(exc if isinstance(exc, MeshError) else InternalError("unexpected failure"))
-
-
-async def _on_any_error(request: Request, exc: Exception) -> Response:
-    log.error("a request failed", exc_info=exc)
-    return error_response(InternalError("the server failed on this request; its log says why"))

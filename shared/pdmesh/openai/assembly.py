@@ -13,13 +13,14 @@ from pdmesh.openai.answer.base import Answer, AnswerHead
 from pdmesh.openai.generator import Generator, ModelCard, TokenRequest
 from pdmesh.openai.intake.identity import Caller, SaltFunction, check_request_id, check_salt
 from pdmesh.openai.intake.prompts import Prompt
-from pdmesh.openai.intake.sampling import MAX_CHOICES, check_int64
+from pdmesh.openai.intake.sampling import check_int64
+from pdmesh.openai.intake.size import check_size
 from pdmesh.openai.job import Job
 from pdmesh.openai.metrics import ApiMetrics
 from pdmesh.openai.run.answer import AnswerRun
 from pdmesh.openai.run.choice import TextOptions
 from pdmesh.openai.schemas import GenerationBody
-from pdmesh.openai.text import TextModel
+from pdmesh.openai.text import StopStrings, TextModel
 from pdmesh.protocol.messages import SamplingParams
 
 
@@ -55,8 +56,7 @@ class Assembler:
     def run(self, asked: Asked, deadline: float) -> AnswerRun:
         """Make the token requests, with what is left until `deadline` (event loop clock). Raises InvalidRequest."""
         body = asked.body
-        if len(asked.prompts) * asked.sampling[0].n > MAX_CHOICES:
-            raise InvalidRequest(f"at most {MAX_CHOICES} choices over all prompts", param="n")
+        check_size([prompt.token_ids for prompt in asked.prompts], asked.sampling[0])
         if body.kv_transfer_params is not None and len(asked.prompts) > 1:
             raise InvalidRequest("kv_transfer_params needs a single prompt", param="kv_transfer_params")
         salt = self._salt_for(asked.caller.api_key, check_salt(body.cache_salt))
@@ -77,7 +77,7 @@ class Assembler:
             for number, (prompt, sampling) in enumerate(zip(asked.prompts, asked.sampling, strict=True))
         ]
         options = TextOptions(
-            stops=body.stops,
+            stops=StopStrings(body.stops),
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             logprobs=asked.logprobs,

@@ -36,6 +36,7 @@ class Answer(ABC):
         self._begun: set[int] = set()
         self._num_ended = 0
         self._prompts: dict[int, list[PositionLogprobs | None]] = {}
+        self._prompt_entries: dict[int, PromptLogprobs] = {}
 
     @abstractmethod
     def chunks(self, update: ChoiceUpdate) -> list[msgspec.Struct]:
@@ -89,10 +90,14 @@ class Answer(ABC):
         return spelled
 
     def _prompt_logprobs(self, prompt_index: int) -> PromptLogprobs | None:
-        """vLLM's form, when the client asked for it by name."""
+        """vLLM's form, when the client asked for it by name; made once for all choices of a prompt."""
         if self.body.prompt_logprobs is None:
             return None
-        return [None if entry is None else prompt_entry(entry) for entry in self._spelled_prompt(prompt_index)]
+        if prompt_index not in self._prompt_entries:
+            self._prompt_entries[prompt_index] = [
+                None if entry is None else prompt_entry(entry) for entry in self._spelled_prompt(prompt_index)
+            ]
+        return self._prompt_entries[prompt_index]
 
 
 def event(chunk: msgspec.Struct) -> bytes:

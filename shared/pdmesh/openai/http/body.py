@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from pdmesh.errors import TooLarge
 from pdmesh.openai.http.errors import SchemaError, schema_error
+from pdmesh.openai.http.header_fields import decimal
 from pdmesh.openai.schemas import RequestBody
 
 BodyT = TypeVar("BodyT", bound=RequestBody)
@@ -36,8 +37,7 @@ def parse_body(data: bytes, schema: type[BodyT]) -> tuple[BodyT, dict[str, Any]]
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
+    if (decimal(request.headers.get("content-length", "")) or 0) > max_bytes:
         raise _too_large(max_bytes)
     data = bytearray()
     async for chunk in request.stream():

@@ -1,15 +1,19 @@
 """What happens to every HTTP request before and after its route: the API key, request ids, counting."""
 
+import logging
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdmesh.errors import Unauthorized
+from pdmesh.errors import InternalError, Unauthorized
 from pdmesh.logging import request_id_var
 from pdmesh.openai.http.errors import error_response
+from pdmesh.openai.http.header_fields import decimal
 from pdmesh.openai.intake.identity import ApiKeys, Caller, choose_request_id
 from pdmesh.openai.metrics import ApiMetrics
+
+log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/ping")
 CALLER_KEY = "pdmesh_caller"
@@ -47,14 +51,22 @@ class Door:
             except Unauthorized as exc:
                 await error_response(exc)(scope, receive, send_named)
                 return
-            priority = headers.get("x-vllm-priority", "")
             scope[CALLER_KEY] = Caller(
                 api_key=api_key,
                 request_id=request_id,
                 has_own_id=has_own_id,
-                priority=int(priority) if priority.removeprefix("-").isdigit() and len(priority) < 19 else None,
+                priority=decimal(headers.get("x-vllm-priority", "")),
             )
-            await self._app(scope, receive, send_named)
+            try:
+                await self._app(scope, receive, send_named)
+            except Exception:
+                log.exception("a request failed")
+                if status:
+                    raise
+                # Answered here, inside, so that it is named and counted like every other answer.
+                await error_response(InternalError("the server failed on this request; its log says why"))(
+                    scope, receive, send_named
+                )
         finally:
             request_id_var.reset(token)
             self._count(scope, status, time.monotonic() - started)

@@ -60,18 +60,18 @@ class AnswerRun:
             )
             for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
         ]
-
         self.num_choices = n * len(self.prompts)
+        # Counted as they come: with usage on every chunk, adding up all choices each time would be n² work per step.
+        self._num_prompt_tokens = sum(len(request.token_ids) for request in requests)
+        self._num_completion_tokens = 0
         self._num_open = self.num_choices
 
     def usage(self) -> Usage:
         """Count so far: each prompt once, every generated token."""
-        num_prompt = sum(len(run.request.token_ids) for run in self.prompts)
-        num_completion = sum(choice.num_tokens for run in self.prompts for choice in run.choices)
         return Usage(
-            prompt_tokens=num_prompt,
-            completion_tokens=num_completion,
-            total_tokens=num_prompt + num_completion,
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=self._num_completion_tokens,
+            total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(
                 cached_tokens=sum(run.cached_tokens or 0 for run in self.prompts)
             ),
@@ -88,6 +88,7 @@ class AnswerRun:
                         continue
                     update = choice.feed(ready)
                     self._num_open -= choice.ended
+                    self._num_completion_tokens += len(update.token_ids)
                     if update.stopped_here:
                         await self._generator.abort_choice(run.request.request_id, ready.choice)
                     yield update

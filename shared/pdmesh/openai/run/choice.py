@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.openai.generator import TokenRequest
 from pdmesh.openai.run.logprobs import LogprobSpeller, PositionLogprobs
-from pdmesh.openai.text import StopScanner, TextModel
+from pdmesh.openai.text import StopScanner, StopStrings, TextModel
 from pdmesh.protocol.messages import ChoiceDelta
 
 
@@ -12,7 +12,7 @@ from pdmesh.protocol.messages import ChoiceDelta
 class TextOptions:
     """How tokens become text in an answer."""
 
-    stops: list[str] = field(default_factory=list)
+    stops: StopStrings = field(default_factory=lambda: StopStrings([]))
     include_stop: bool = False
     skip_special_tokens: bool = True
     logprobs: bool = False

@@ -16,20 +16,26 @@ class Scanned:
     stop: str | None = None
 
 
+class StopStrings:
+    """A request's stop strings and their automata; made once and shared by all of its choices."""
+
+    def __init__(self, stops: list[str]) -> None:
+        # Longest first, so that the first one found at a character is the one to cut at.
+        self.automata = tuple((stop, _failures(stop)) for stop in sorted(set(stops), key=len, reverse=True))
+
+
 class StopScanner:
     """One choice's search; `include` keeps the stop string in the text."""
 
-    def __init__(self, stops: list[str], include: bool) -> None:
-        # Longest first, so that the first one found at a character is the one to cut at.
-        self._stops = sorted(set(stops), key=len, reverse=True)
-        self._failures = [_failures(stop) for stop in self._stops]
-        self._states = [0] * len(self._stops)
+    def __init__(self, stops: StopStrings, include: bool) -> None:
+        self._automata = stops.automata
+        self._states = [0] * len(self._automata)
         self._include = include
         self._held = ""
 
     def push(self, text: str, armed: bool = True) -> Scanned:
         """Take more text. While not `armed` (min_tokens) nothing is searched or held."""
-        if not self._stops:
+        if not self._automata:
             return Scanned(text)
         if not armed:
             return Scanned(self.flush() + text)
@@ -47,12 +53,12 @@ class StopScanner:
     def flush(self) -> str:
         """Return what is held; the choice ended otherwise."""
         held, self._held = self._held, ""
-        self._states = [0] * len(self._stops)
+        self._states = [0] * len(self._automata)
         return held
 
     def _advance(self, char: str) -> str | None:
         found = None
-        for index, (stop, failures) in enumerate(zip(self._stops, self._failures, strict=True)):
+        for index, (stop, failures) in enumerate(self._automata):
             state = self._states[index]
             while state and stop[state] != char:
                 state = failures[state - 1]
