@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import pytest
 
 from pdmesh.errors import InvalidRequest, Overloaded, PeerUnavailable, TooLarge
 from pdmesh.openai.generator import TokenRequest
-from pdmesh.protocol.messages import SamplingParams
+from pdmesh.protocol.messages import GenerateRequest, SamplingParams
 from support.fake_engine import CACHED_TOKENS, KV_BYTES, Behaviour, FakeEngine, expected_tokens
 from support.fake_mesh import PROMPT, fake_mesh, finish_reasons, proxy_over, token_request, tokens_of, until
 
@@ -273,6 +274,37 @@ def test_one_slow_reader_overflows_and_aborts_only_itself() -> None:
                     pass
             assert mesh.metric("pdmesh_proxy_buffer_overflows_total") == 1
             assert mesh.metric("pdmesh_proxy_retries_total", error="Overloaded") == 0
+
+    asyncio.run(scenario())
+
+
+def test_many_choices_do_not_overflow_a_buffer_made_for_one() -> None:
+    """One step of an engine gives every choice a token at once; with n over the buffer nobody had to be slow."""
+
+    async def scenario() -> None:
+        async with fake_mesh(FakeEngine("decode"), extra={"request_buffer_tokens": 16}) as mesh:
+            deltas = await mesh.collect(token_request(n=100, max_tokens=4))
+            assert sum(len(delta.token_ids) for delta in deltas) == 400
+            assert mesh.metric("pdmesh_proxy_buffer_overflows_total") == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"allowed_token_ids": range(1 << 20)}, {"logit_bias": dict.fromkeys(range(1 << 20), 1.0)}]
+)
+def test_what_is_long_beside_the_prompt_counts_for_the_frame_too(sampling: dict[str, Any]) -> None:
+    """A frame over gRPC's limit breaks the session, and with it everybody's requests."""
+
+    async def scenario() -> None:
+        async with fake_mesh(FakeEngine("decode")) as mesh, contextlib.AsyncExitStack() as legs:
+            _, session = mesh.cluster.session(mesh.cluster.view().engines[0])
+            for number in range(3):
+                asked = GenerateRequest(
+                    request_id=f"r{number}", token_ids=[1] * 600_000, sampling=SamplingParams(**sampling)
+                )
+                legs.enter_context(session.submit(asked))
+            assert [len(session._take_submits()) for _ in range(3)] == [1, 1, 1]
 
     asyncio.run(scenario())
 

@@ -15,6 +15,7 @@ import grpc.aio
 
 from pdmesh.errors import Draining, MeshError, PeerUnavailable
 from pdmesh.lifecycle import GRPC_OPTIONS
+from pdmesh.openai.intake.size import num_listed_ids
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.mesh_pb2_grpc import EngineStub
 from pdmesh.protocol.messages import GenerateRequest
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from pdmesh.protocol.mesh_pb2_grpc import EngineAsyncStub
 
 SESSION_METADATA_KEY = "pdmesh-session"
-# Prompts are gathered into one frame up to about this many token ids, well below GRPC_MAX_MESSAGE_BYTES.
+# Requests are gathered into one frame up to about this many token ids, well below GRPC_MAX_MESSAGE_BYTES.
 MAX_FRAME_TOKENS = 1 << 21
 
 
@@ -168,9 +169,9 @@ class EngineSession:
         """The next frame's requests, less those that have ended meanwhile."""
         taken: list[GenerateRequest] = []
         num_tokens = 0
-        while self._submits and (not taken or num_tokens + len(self._submits[0].token_ids) <= MAX_FRAME_TOKENS):
+        while self._submits and (not taken or num_tokens + _num_ids(self._submits[0]) <= MAX_FRAME_TOKENS):
             request = self._submits.pop(0)
-            num_tokens += len(request.token_ids)
+            num_tokens += _num_ids(request)
             if request.request_id in self._legs:
                 taken.append(request)
         return taken
@@ -238,6 +239,12 @@ async def open_session(
             metrics=metrics,
             on_change=on_change,
         )
+
+
+def _num_ids(request: GenerateRequest) -> int:
+    """How much of a frame the request takes, in token ids: not only the prompt is long."""
+    listed = num_listed_ids(request.sampling)
+    return len(request.token_ids) + listed + len(request.choices) + sum(map(len, request.emitted))
 
 
 def _first_leaf(group: BaseExceptionGroup[MeshError]) -> MeshError:

@@ -8,6 +8,8 @@ from pdmesh.errors import MeshError, Overloaded, from_code
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
 
 ALL_CHOICES = -1
+# One frame may bring a token for each choice; room for some frames, or many choices would overflow with nobody slow.
+BUFFERED_STEPS = 4
 
 
 class LegEnd(Enum):
@@ -37,7 +39,7 @@ class Leg:
         self.started = False
         """Whether the engine has answered at all."""
         self.overflowed = False
-        self._buffer_tokens = buffer_tokens
+        self._buffer_tokens = buffer_tokens + BUFFERED_STEPS * len(request.choices)
         self._on_abort, self._on_started, self._on_closed = on_abort, on_started, on_closed
         self._open = set(request.choices)
         self._without_token = set(request.choices)
