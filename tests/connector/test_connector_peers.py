@@ -15,7 +15,7 @@ from pdmesh.connector.base import PeerPool
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.peers import PeerDirectory
 from pdmesh.connector.pool import PoolShape
-from pdmesh.errors import Forbidden, HandshakeRefused, MeshError, PeerUnavailable, TransferFailed
+from pdmesh.errors import Forbidden, HandshakeRefused, PeerUnavailable, TransferFailed
 from pdmesh.lifecycle import grpc_server
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc, offers
@@ -115,8 +115,9 @@ def test_a_transfer_from_handshake_to_commit() -> None:
             peer = await peers.reach(owner.address, 2.0)
             assert (peer.peer_id, peer.connector, peer.num_blocks, peer.block_bytes) == ("owner@1", "shm", 8, 4096)
             assert half.attached[0][0].metadata == b"metadata of shm"
-            view = await peers.begin(peer, transfer_id="t", offer_id="o", digest=DIGEST, remaining_s=5.0)
-            assert (view.groups, view.num_tokens) == ([owner.blocks], 20)
+            begun = await peers.begin(peer, transfer_id="t", offer_id="o", digest=DIGEST, remaining_s=5.0)
+            assert begun.peer_id == "owner@1"
+            assert begun.view == offers.OfferView(groups=[owner.blocks], num_tokens=20)
             owner.offers.release("o")
             owner.servicer.settle()
             assert owner.ended == []
@@ -136,12 +137,18 @@ def test_what_the_owner_refuses_arrives_as_the_same_error() -> None:
             owner.offer()
             peer = await peers.reach(owner.address, 2.0)
             foreign = [GroupBlocks(group=0, block_ids=[3], generations=[])]
-            with pytest.raises(Forbidden, match="foreign_blocks"):
-                await peers.begin(peer, transfer_id="t1", offer_id="o", digest=DIGEST, groups=foreign, remaining_s=5.0)
-            with pytest.raises(TransferFailed, match="unknown"):
-                await peers.begin(peer, transfer_id="t2", offer_id="p", digest=DIGEST, remaining_s=5.0)
-            with pytest.raises(TransferFailed, match="digest"):
-                await peers.begin(peer, transfer_id="t3", offer_id="o", digest=b"", remaining_s=5.0)
+            for transfer_id, offer_id, digest, groups, error, says in (
+                ("t1", "o", DIGEST, foreign, Forbidden, "foreign_blocks"),
+                ("t2", "p", DIGEST, None, TransferFailed, "unknown"),
+                ("t3", "o", b"", None, TransferFailed, "digest"),
+            ):
+                begun = await peers.begin(
+                    peer, transfer_id=transfer_id, offer_id=offer_id, digest=digest, groups=groups, remaining_s=5.0
+                )
+                assert type(begun.error) is error
+                assert says in str(begun.error)
+                # Also a refusal says whose it is.
+                assert begun.peer_id == "owner@1"
             assert peers.lost == 0
             assert await peers.reach(owner.address, 2.0) is peer
 
@@ -243,14 +250,79 @@ def test_a_restarted_owner_replaces_its_predecessor() -> None:
                 port = owner.port
             async with owning("owner@2", port=port) as owner:
                 owner.offer()
-                # The cached one is found dead or different at the first call, and not used again.
-                with pytest.raises(MeshError):
-                    await peers.begin(old, transfer_id="t1", offer_id="nothing", digest=DIGEST, remaining_s=5.0)
-                peers.forget("owner@1")
-                new = await peers.reach(owner.address, 2.0)
+                # gRPC connects to the new process by itself, so the call succeeds: only its answer tells who that is.
+                begun = await peers.begin(old, transfer_id="t1", offer_id="o", digest=DIGEST, remaining_s=5.0)
+                assert begun.peer_id == "owner@2"
+                assert await peers.end("owner@1", "t1", False, "aborted")
+                new = await peers.confirm(old, 2.0)
                 assert new.peer_id == "owner@2"
-                await peers.begin(new, transfer_id="t2", offer_id="o", digest=DIGEST, remaining_s=5.0)
                 assert half.detached == ["owner@1"]
+                assert not peers.knows(old)
+                assert await peers.confirm(new, 2.0) is new
+                begun = await peers.begin(new, transfer_id="t2", offer_id="o", digest=DIGEST, remaining_s=5.0)
+                assert begun.view is not None
+                assert half.detached == ["owner@1"]
+
+    asyncio.run(scenario())
+
+
+class Slow(mesh_pb2_grpc.KVPeerServicer):
+    """An owner whose answers to begins take long, and whose handshake answers as it is told to."""
+
+    peer_id = "owner@1"
+
+    async def Handshake(self, request: pb.HandshakeRequest, context: object) -> pb.HandshakeReply:
+        connectors = [pb.ConnectorMetadata(connector="shm")]
+        return pb.HandshakeReply(peer_id=self.peer_id, protocol=1, connectors=connectors)
+
+    async def BeginTransfer(self, request: pb.BeginTransferRequest, context: object) -> pb.BeginTransferReply:
+        await asyncio.sleep(1.0)
+        return pb.BeginTransferReply(peer_id=self.peer_id)
+
+
+def test_a_slow_call_costs_nobody_elses_pull_and_the_second_asks_who_is_there() -> None:
+    """One request with little time left made the peer be dropped, and with it every pull that was under way from it."""
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        mesh_pb2_grpc.add_KVPeerServicer_to_server(slow, server)
+        return []
+
+    slow = Slow()
+
+    async def scenario() -> None:
+        half = Half()
+        async with grpc_server("127.0.0.1", 0, SECRETS, register) as port, directory(half) as peers:
+            peer = await peers.reach(f"127.0.0.1:{port}", 2.0)
+            for number in range(4):
+                with pytest.raises(PeerUnavailable, match="deadline"):
+                    await peers.begin(peer, transfer_id=f"t{number}", offer_id="o", digest=b"", remaining_s=0.05)
+                await asyncio.sleep(0.05)
+            assert half.detached == []
+            assert peers.knows(peer)
+            slow.peer_id = "owner@2"
+            for number in range(2):
+                with pytest.raises(PeerUnavailable):
+                    await peers.begin(peer, transfer_id=f"u{number}", offer_id="o", digest=b"", remaining_s=0.05)
+            async with asyncio.timeout(3.0):
+                while peers.knows(peer):
+                    await asyncio.sleep(0.02)
+            assert half.detached == ["owner@1"]
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_kept_of_peers_that_went() -> None:
+    async def scenario() -> None:
+        half = Half(refuse={"shm"})
+        async with directory(half) as peers:
+            for number in range(5):
+                async with owning(f"owner-{number}@1") as owner:
+                    await peers.reach(owner.address, 2.0)
+                    peers.forget(f"owner-{number}@1")
+                with pytest.raises(PeerUnavailable):
+                    await peers.reach(owner.address, 2.0)
+            assert not peers._known
+            assert not peers._meeting
 
     asyncio.run(scenario())
 
@@ -283,7 +355,7 @@ def test_a_dead_owner_costs_at_most_the_deadline() -> None:
     asyncio.run(scenario())
 
 
-def test_a_peer_is_dropped_at_its_first_failed_call() -> None:
+def test_a_peer_that_is_gone_is_dropped_at_the_first_call() -> None:
     async def scenario() -> None:
         half = Half()
         async with directory(half) as peers:

@@ -215,7 +215,7 @@ def test_a_ticket_that_was_sent_outlives_its_session() -> None:
         engine.servicer._submission.submit(request("a", prefill_only=True), session)
         await core.prefill()
         (delta,) = await session.take()
-        assert unseal(delta.ticket, MeshSecret(SECRET)).first_tokens == [[9]]
+        assert unseal(delta.ticket, MeshSecret(SECRET)).first_tokens == {0: [9]}
         sessions.close("ending", session)
         assert core.released() == []
         assert engine.offers.num_open == 1

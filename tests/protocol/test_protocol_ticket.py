@@ -23,8 +23,7 @@ TICKET = Ticket(
     num_tokens=40,
     layout_fingerprints=["layout"],
     model_fingerprint="model",
-    first_tokens=[[17], [], [99]],
-    remaining_ms=9_900,
+    first_tokens={0: [17], 2: [99]},
 )
 
 

@@ -317,8 +317,7 @@ class FakeEngine(EngineServicer):
             num_tokens=len(request.token_ids),
             layout_fingerprints=list(self.info.layout_fingerprints),
             model_fingerprint=self.info.model_fingerprint,
-            first_tokens=[tokens[choice] for choice in request.choices],
-            remaining_ms=10_000,
+            first_tokens={choice: tokens[choice] for choice in request.choices},
         )
         return ChoiceDelta(**{**_fields(delta), "ticket": seal(ticket, SECRET)})
 

@@ -71,9 +71,6 @@ class Ledger(Generic[OwnerT]):
         """Strike a load off; None when it is not known."""
         return self._loads.pop(transfer_id, None)
 
-    def has_load(self, transfer_id: str) -> bool:
-        return transfer_id in self._loads
-
     def hold_offer(self, offer_id: str, blocks: BlockLists) -> None:
         """Take over the caller's references to `blocks`."""
         self._offers[offer_id] = blocks

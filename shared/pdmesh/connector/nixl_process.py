@@ -109,42 +109,69 @@ class Helper:
         return []
 
     def _advance(self, job: Job) -> list[FromHelper]:
-        state = self._agent.state(job.handle)
+        state, peer_id = self._agent.state(job.handle), job.peer.message.peer_id
+        if self._agents.get(peer_id) is not job.peer:
+            return [] if state is ReadState.RUNNING else self._end_lost(job)
         if state is ReadState.RUNNING:
             overdue = isinstance(job, ProofJob) and time.monotonic() > job.deadline_s
-            return self._drop(job.peer.message.peer_id) if overdue else []
+            return self._drop(peer_id) if overdue else []
         if state is ReadState.FAILED:
-            return self._drop(job.peer.message.peer_id)
+            return self._drop(peer_id)
         self._agent.release(job.handle)
         try:
             answer = job.on_done()
         except Exception:  # any of the bindings' classes, from beginning the next read
             self._jobs.remove(job)
-            return [job.on_lost(), *self._drop(job.peer.message.peer_id)]
+            return [job.on_lost(), *self._drop(peer_id)]
         if answer is None:
             return []
         self._jobs.remove(job)
         refused = isinstance(answer, AgentConnected) and answer.error
-        return [answer, *self._drop(job.peer.message.peer_id)] if refused else [answer]
+        return [answer, *self._drop(peer_id)] if refused else [answer]
 
     def _drop(self, peer_id: str) -> list[FromHelper]:
-        """Close the connection to a peer, which ends its reads, and say so of each."""
+        """Forget a peer and say so of its jobs; of a pull that cannot be stopped only when its read has ended."""
         peer = self._agents.pop(peer_id, None)
         if peer is None:
             return []
-        lost = [job for job in self._jobs if job.peer is peer]
-        self._jobs = [job for job in self._jobs if job.peer is not peer]
-        for job in lost:
-            _quietly(self._agent.release, job.handle)
-        _quietly(self._agent.remove_peer, peer.name)
-        return [job.on_lost() for job in lost]
+        answers: list[FromHelper] = []
+        for job in [each for each in self._jobs if each.peer is peer]:
+            if self._is_stopped(job):
+                self._jobs.remove(job)
+                answers.append(job.on_lost())
+            elif isinstance(job, PullJob):
+                job.reason = job.reason or PullEnd.PEER_LOST
+        self._close(peer)
+        return answers
+
+    def _is_stopped(self, job: Job) -> bool:
+        """Free a job's handle if that can be; whether nothing that matters is written on its behalf from now on."""
+        if _quietly(self._agent.release, job.handle) or self._agent.state(job.handle) is not ReadState.RUNNING:
+            return True
+        # A late proof lands in a slot that no handshake uses for long; a late pull would land in another request's block.
+        return isinstance(job, ProofJob)
+
+    def _end_lost(self, job: Job) -> list[FromHelper]:
+        """The read of a job whose peer was dropped has ended."""
+        _quietly(self._agent.release, job.handle)
+        self._jobs.remove(job)
+        self._close(job.peer)
+        return [job.on_lost()]
+
+    def _close(self, peer: Peer) -> None:
+        """Close the connection to a dropped peer, once none of its reads runs, unless it has been connected anew."""
+        in_use = any(job.peer is peer for job in self._jobs)
+        if not in_use and all(each.name != peer.name for each in self._agents.values()):
+            _quietly(self._agent.remove_peer, peer.name)
 
 
-def _quietly(call: Callable[[ArgumentT], None], argument: ArgumentT) -> None:
+def _quietly(call: Callable[[ArgumentT], None], argument: ArgumentT) -> bool:
+    """Do what may fail because a peer is gone; whether it did not."""
     try:
         call(argument)
-    except Exception:  # of a peer that is gone anyway
-        return
+    except Exception:  # any of the bindings' classes
+        return False
+    return True
 
 
 def main() -> None:

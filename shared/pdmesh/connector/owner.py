@@ -48,8 +48,6 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         on_ended: Callable[[EndedOffer], None],
     ) -> None:
         self.offers = offers
-        self.bytes_read = 0
-        """Block bytes sent by ReadBlocks so far."""
         self._peer_id = peer_id
         self._pool = pool
         self._connectors = dict(connectors)
@@ -120,10 +118,12 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
                 remaining_s=request.remaining_ms / 1000,
             )
         except MeshError as exc:
-            return pb.BeginTransferReply(error=error_to_pb(exc))
+            return pb.BeginTransferReply(error=error_to_pb(exc), peer_id=self._peer_id)
         finally:
             self.settle()
-        return pb.BeginTransferReply(groups=[blocks_to_pb(group) for group in view.groups], num_tokens=view.num_tokens)
+        return pb.BeginTransferReply(
+            groups=[blocks_to_pb(group) for group in view.groups], num_tokens=view.num_tokens, peer_id=self._peer_id
+        )
 
     async def RenewTransfers(self, request: pb.RenewTransfersRequest, context: Context) -> pb.RenewTransfersReply:
         """Extend the leases of running transfers; answers with those that have ended."""
@@ -147,7 +147,6 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, exc.message)
         for chunk in chunks:
             yield chunk
-            self.bytes_read += len(chunk.data)
 
 
 def check_fingerprints(asked: tuple[str, str, list[str]], own: tuple[str, str, list[str]]) -> None:

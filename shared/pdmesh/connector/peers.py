@@ -1,16 +1,18 @@
 """The consumer's end between server processes: who the owners are, which connector reaches each, and their transfers' leases.
 
-One handshake per address at a time, its result kept until a call to that peer fails; the next request then starts afresh, so
-a restarted owner (new epoch) replaces the old. The worker half of the chosen connector is attached through the caller's
-`attach` (an engine's lives in its core process). Whether an address may be dialled at all is the caller's to decide first.
+One handshake per address at a time, its result kept until a call says that the peer is gone; the next request then starts
+afresh, so a restarted owner (new epoch) replaces the old. The worker half of the chosen connector is attached through the
+caller's `attach` (an engine's lives in its core process). Whether an address may be dialled at all is the caller's to decide.
+
+Dropping a peer ends every pull from it, so a call that is merely slow drops nobody: it fails by itself, and when that repeats
+a handshake asks whether the peer is still the one it was.
 """
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -18,55 +20,41 @@ import grpc
 import grpc.aio
 
 from pdmesh.connector.active import ERROR_PREFIX, PullEnd
-from pdmesh.connector.base import PeerPool
-from pdmesh.connector.owner import check_fingerprints
-from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable
-from pdmesh.lifecycle import GRPC_OPTIONS
+from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, open_channel, translated
+from pdmesh.errors import MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2 as pb
-from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import RENEW_INTERVAL_S, OfferView
-from pdmesh.protocol.version import PROTOCOL_MAX, PROTOCOL_MIN, agree
 from pdmesh.protocol.wire import blocks_from_pb, blocks_to_pb, error_from_pb, to_ms
 from pdmesh.security import MeshSecret
 
+__all__ = ["Begin", "Begun", "Peer", "PeerDirectory"]
+
 log = logging.getLogger(__name__)
 
-GRPC_CONNECTOR = "grpc"
 # A healthy owner answers in milliseconds: these bound what a dead one costs.
-HANDSHAKE_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 2.0
+NUM_TIMEOUTS_TO_PROBE = 2
 
-Attach = Callable[[PeerPool, str], Awaitable[None]]
-"""Connects the named connector's worker half to a pool; raises HandshakeRefused or PeerUnavailable when it cannot."""
 Detach = Callable[[str], None]
 """Disconnects the worker half from a peer id; never blocks."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Peer:
-    """An owner that this process has shaken hands with and attached to."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """What an owner said to a begin."""
 
     peer_id: str
-    address: str
-    connector: str
-    """The one in use."""
-    protocol: int
-    num_blocks: int
-    block_bytes: int
-    channel: grpc.aio.Channel
-    stub: "mesh_pb2_grpc.KVPeerAsyncStub"
-    transfers: set[str] = field(default_factory=set)
-    """Running ones, renewed until they end."""
+    """Of who answered; empty when an owner of an earlier release did not say."""
+    view: OfferView | None = None
+    """What may be read; None with no error: there is nothing to read."""
+    error: MeshError | None = None
+    """Why it refused (TransferFailed, Forbidden)."""
 
 
-@dataclass(slots=True)
-class _Entry:
-    """What is known of one address."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    peer: Peer | None = None
+Begin = Callable[[Peer, str], Awaitable[Begun]]
+"""Asks a peer to begin the transfer of a given id."""
 
 
 class PeerDirectory:
@@ -87,21 +75,27 @@ class PeerDirectory:
         *,
         block_bytes: list[int] | None = None,
     ) -> None:
-        self.fallbacks: Counter[str] = Counter()
+        self._greeter = Greeter(
+            peer_id,
+            secret,
+            connectors,
+            model_fingerprint,
+            layout_fingerprints,
+            attach,
+            block_bytes=block_bytes or [],
+        )
+        self.fallbacks = self._greeter.fallbacks
         """Times a connector could not be used and the next one was, by the name of the one that could not."""
         self.lost: int = 0
-        """Peers dropped because a call to them failed or they came back under a new epoch."""
+        """Peers dropped because they were gone or came back under a new epoch."""
         self._peer_id = peer_id
         self._secret = secret
-        self._connectors = connectors
-        self._model_fingerprint = model_fingerprint
-        self._layout_fingerprints = layout_fingerprints
-        self._attach = attach
         self._detach = detach
-        self._block_bytes = block_bytes or []
-        self._entries: dict[str, _Entry] = {}
-        self._logged: set[tuple[str, str]] = set()
+        self._known: dict[str, Peer] = {}
+        """By address; a process with two names stands here twice."""
+        self._meeting: dict[str, asyncio.Task[Peer]] = {}
         self._renewing: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -110,9 +104,11 @@ class PeerDirectory:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait([self._renewing])
+        running = [*self._meeting.values(), *self._background]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
         for peer in self._peers():
             self._drop(peer)
         if self._closing:
@@ -121,18 +117,39 @@ class PeerDirectory:
     async def reach(self, address: str, deadline_s: float) -> Peer:
         """Return the attached peer at a gRPC address, shaking hands first when needed; at most `deadline_s`.
 
-        Raises HandshakeRefused (protocol, model or layout differ, no common connector works) or PeerUnavailable.
+        A handshake that takes longer goes on for whoever asks next. Raises HandshakeRefused (protocol, model or layout
+        differ, no common connector works) or PeerUnavailable.
         """
-        entry = self._entries.setdefault(address, _Entry())
-        if entry.peer is not None:
-            return entry.peer
+        if (known := self._known.get(address)) is not None:
+            return known
+        meeting = self._meeting.get(address)
+        if meeting is None:
+            meeting = self._meeting[address] = asyncio.create_task(self._meet(address), name="handshake")
+            meeting.add_done_callback(lambda task: self._met(address, task))
+        await asyncio.wait([meeting], timeout=deadline_s)
+        if not meeting.done() or meeting.cancelled():
+            raise PeerUnavailable(f"{address} did not finish the handshake within {deadline_s:.1f} s")
+        return meeting.result()
+
+    async def confirm(self, peer: Peer, deadline_s: float) -> Peer:
+        """Ask who is at a peer's address now: the same peer when it still is, else its successor after a new handshake.
+
+        Raises HandshakeRefused or PeerUnavailable.
+        """
         try:
-            async with asyncio.timeout(deadline_s), entry.lock:
-                if entry.peer is None:
-                    entry.peer = await self._meet(address, deadline_s)
-                return entry.peer
-        except TimeoutError:
-            raise PeerUnavailable(f"{address} did not finish the handshake within {deadline_s:.1f} s") from None
+            reply = await self._greeter.ask(peer.stub, peer.address, deadline_s)
+        except MeshError as exc:
+            if not is_gone(exc):
+                raise
+        else:
+            if reply.peer_id == peer.peer_id:
+                return peer
+        self._lose(peer)
+        return await self.reach(peer.address, deadline_s)
+
+    def knows(self, peer: Peer) -> bool:
+        """Whether a peer is still attached."""
+        return peer in self._known.values()
 
     async def begin(
         self,
@@ -143,10 +160,11 @@ class PeerDirectory:
         digest: bytes,
         groups: list[GroupBlocks] | None = None,
         remaining_s: float,
-    ) -> OfferView:
+    ) -> Begun:
         """Announce a transfer to the owner; it is renewed from now on until `end`.
 
-        Raises what the owner said (TransferFailed, Forbidden) or PeerUnavailable.
+        Who answers may be the successor of `peer`, whose memory is not the one attached: compare. Raises PeerUnavailable or
+        HandshakeRefused when nobody of this mesh answers.
         """
         request = pb.BeginTransferRequest(
             transfer_id=transfer_id,
@@ -156,20 +174,21 @@ class PeerDirectory:
             groups=[blocks_to_pb(group) for group in groups or []],
             remaining_ms=to_ms(remaining_s),
         )
-        async with self._translating(peer):
+        async with self._calling(peer):
             reply: pb.BeginTransferReply = await peer.stub.BeginTransfer(
                 request, timeout=min(CALL_TIMEOUT_S, remaining_s), metadata=self._secret.call_metadata()
             )
         if reply.HasField("error"):
-            raise error_from_pb(reply.error)
+            return Begun(peer_id=reply.peer_id, error=error_from_pb(reply.error))
         self.track(peer, transfer_id)
-        return OfferView(groups=[blocks_from_pb(group) for group in reply.groups], num_tokens=reply.num_tokens)
+        view = OfferView(groups=[blocks_from_pb(group) for group in reply.groups], num_tokens=reply.num_tokens)
+        return Begun(peer_id=reply.peer_id, view=view)
 
     def track(self, peer: Peer, transfer_id: str) -> None:
         """Renew a transfer that the owner knows already (a tier lookup's) until `end`."""
         peer.transfers.add(transfer_id)
         if self._renewing is None or self._renewing.done():
-            self._renewing = asyncio.create_task(self._renew(), name="renew-transfers")
+            self._renewing = self._in_background(self._renew(), "renew-transfers")
 
     async def end(self, peer_id: str, transfer_id: str, committed: bool, reason: str = "") -> bool:
         """Tell the owner how a transfer ended. False when it no longer knows it or cannot be told (its lease ends it).
@@ -181,46 +200,46 @@ class PeerDirectory:
             return False
         peer.transfers.discard(transfer_id)
         request = pb.EndTransferRequest(transfer_id=transfer_id, committed=committed, reason=reason)
+        known = False
         try:
-            async with self._translating(peer):
+            async with self._calling(peer):
                 reply: pb.EndTransferReply = await peer.stub.EndTransfer(
                     request, timeout=END_TIMEOUT_S, metadata=self._secret.call_metadata()
                 )
-        except MeshError:
-            return False
+            known = reply.known
+        except MeshError as exc:
+            log.debug("%s was not told of the end of %s: %s", peer_id, transfer_id, exc.message)
         if not committed and reason.startswith((PullEnd.PEER_LOST, ERROR_PREFIX)):
-            self.forget(peer_id)
-        return reply.known
+            self._lose(peer)
+        return known
 
     def forget(self, peer_id: str) -> None:
         """Drop a peer, as after a pull that ended with `peer_lost`; the next `reach` shakes hands anew."""
-        peer = self._by_id(peer_id)
-        if peer is not None:
-            self.lost += 1
-            self._drop(peer)
+        if (peer := self._by_id(peer_id)) is not None:
+            self._lose(peer)
 
-    def _forget_epochs_before(self, peer_id: str) -> None:
-        """A process that came back under a new epoch is not its predecessor."""
+    def _forget_other_epochs(self, peer_id: str) -> None:
+        """A process that came back under another epoch is not the one that was known, whichever of the two is newer."""
         engine_id = peer_id.rpartition("@")[0]
         for peer in self._peers():
             if peer.peer_id.rpartition("@")[0] == engine_id:
-                self.forget(peer.peer_id)
+                self._lose(peer)
 
-    async def _meet(self, address: str, deadline_s: float) -> Peer:
-        channel = grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
+    async def _meet(self, address: str) -> Peer:
+        channel, stub = open_channel(address)
         try:
-            stub = _stub(channel)
-            reply = await self._handshake(stub, address, deadline_s)
+            reply = await self._greeter.ask(stub, address)
             if (known := self._by_id(reply.peer_id)) is not None:
                 # The same process under a second name.
                 await channel.close(None)
+                self._known[address] = known
                 return known
-            self._forget_epochs_before(reply.peer_id)
-            connector = await self._attach_first(address, reply)
+            self._forget_other_epochs(reply.peer_id)
+            connector = await self._greeter.attach_first(address, reply)
         except BaseException:
             await channel.close(None)
             raise
-        return Peer(
+        peer = self._known[address] = Peer(
             peer_id=reply.peer_id,
             address=address,
             connector=connector,
@@ -230,65 +249,21 @@ class PeerDirectory:
             channel=channel,
             stub=stub,
         )
+        return peer
 
-    async def _handshake(
-        self, stub: "mesh_pb2_grpc.KVPeerAsyncStub", address: str, deadline_s: float
-    ) -> pb.HandshakeReply:
-        request = pb.HandshakeRequest(
-            peer_id=self._peer_id,
-            protocol_min=PROTOCOL_MIN,
-            protocol_max=PROTOCOL_MAX,
-            layout_fingerprints=self._layout_fingerprints,
-            model_fingerprint=self._model_fingerprint,
-            block_bytes=self._block_bytes,
-        )
-        try:
-            reply: pb.HandshakeReply = await stub.Handshake(
-                request, timeout=min(HANDSHAKE_TIMEOUT_S, deadline_s), metadata=self._secret.call_metadata()
-            )
-        except grpc.aio.AioRpcError as exc:
-            raise _translated(exc, address) from exc
-        agree(reply.protocol, reply.protocol, peer=reply.peer_id)
-        check_fingerprints(
-            (self._peer_id, self._model_fingerprint, self._layout_fingerprints),
-            (reply.peer_id, reply.model_fingerprint, list(reply.layout_fingerprints)),
-        )
-        return reply
+    def _met(self, address: str, meeting: asyncio.Task[Peer]) -> None:
+        del self._meeting[address]
+        if not meeting.cancelled():
+            # Taken note of even when nobody waits any more.
+            meeting.exception()
 
-    async def _attach_first(self, address: str, reply: pb.HandshakeReply) -> str:
-        """Attach by the first connector that both sides have and that works."""
-        offered = {each.connector: each.metadata for each in reply.connectors}
-        failures = []
-        for name in self._connectors:
-            try:
-                if name not in offered:
-                    raise HandshakeRefused("the peer does not offer it")
-                # The grpc connector reads from where this handshake was answered.
-                metadata = offered[name] if name != GRPC_CONNECTOR else address.encode()
-                pool = PeerPool(
-                    peer_id=reply.peer_id,
-                    metadata=metadata,
-                    num_blocks=reply.num_blocks,
-                    block_bytes=reply.block_bytes,
-                )
-                await self._attach(pool, name)
-            except (HandshakeRefused, PeerUnavailable) as exc:
-                failures.append(f"{name}: {exc.message}")
-                self._count_fallback(name, address, exc)
-            else:
-                return name
-        raise HandshakeRefused(f"no connector reaches {reply.peer_id} at {address} ({'; '.join(failures)})")
-
-    def _count_fallback(self, name: str, address: str, error: MeshError) -> None:
-        self.fallbacks[name] += 1
-        if (name, address) not in self._logged:
-            self._logged.add((name, address))
-            log.warning("connector %s cannot reach %s, trying the next: %s", name, address, error.message)
+    def _lose(self, peer: Peer) -> None:
+        if self.knows(peer):
+            self.lost += 1
+            self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:
-        for entry in self._entries.values():
-            if entry.peer is peer:
-                entry.peer = None
+        self._known = {address: each for address, each in self._known.items() if each is not peer}
         self._detach(peer.peer_id)
         # Calls under way end by themselves: cut off, they would look like their task's cancellation.
         task = asyncio.create_task(peer.channel.close(CALL_TIMEOUT_S))
@@ -296,19 +271,41 @@ class PeerDirectory:
         task.add_done_callback(self._closing.discard)
 
     def _peers(self) -> list[Peer]:
-        return list({entry.peer.peer_id: entry.peer for entry in self._entries.values() if entry.peer}.values())
+        return list({peer.peer_id: peer for peer in self._known.values()}.values())
 
     def _by_id(self, peer_id: str) -> Peer | None:
-        return next((peer for peer in self._peers() if peer.peer_id == peer_id), None)
+        return next((peer for peer in self._known.values() if peer.peer_id == peer_id), None)
 
     @asynccontextmanager
-    async def _translating(self, peer: Peer) -> AsyncIterator[None]:
-        """Turn a failed call into an error of ours; the peer is dropped at its first."""
+    async def _calling(self, peer: Peer) -> AsyncIterator[None]:
+        """Turn a failed call into an error of ours, and draw the conclusions about its peer."""
         try:
             yield
         except grpc.aio.AioRpcError as exc:
-            self.forget(peer.peer_id)
-            raise _translated(exc, peer.address) from exc
+            error = translated(exc, peer.address)
+            error.__cause__ = exc
+            if is_gone(error):
+                self._lose(peer)
+            elif exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._count_timeout(peer)
+            raise error from exc
+        peer.num_timeouts = 0
+
+    def _count_timeout(self, peer: Peer) -> None:
+        peer.num_timeouts += 1
+        if peer.num_timeouts == NUM_TIMEOUTS_TO_PROBE:
+            self._in_background(self._probe(peer), "probe-peer")
+
+    async def _probe(self, peer: Peer) -> None:
+        """Drop a peer that does not even shake hands, or is another by now."""
+        try:
+            is_same = (await self._greeter.ask(peer.stub, peer.address)).peer_id == peer.peer_id
+        except MeshError as exc:
+            log.warning("%s is given up: %s", peer.peer_id, exc.message)
+            is_same = False
+        peer.num_timeouts = 0
+        if not is_same:
+            self._lose(peer)
 
     async def _renew(self) -> None:
         """Renew running transfers while there are any."""
@@ -322,7 +319,7 @@ class PeerDirectory:
     async def _renew_at(self, peer: Peer) -> None:
         request = pb.RenewTransfersRequest(transfer_ids=sorted(peer.transfers))
         try:
-            async with self._translating(peer):
+            async with self._calling(peer):
                 reply: pb.RenewTransfersReply = await peer.stub.RenewTransfers(
                     request, timeout=RENEW_INTERVAL_S, metadata=self._secret.call_metadata()
                 )
@@ -332,16 +329,8 @@ class PeerDirectory:
         # The pull itself goes on: its generation check decides, and it ends in `end`.
         peer.transfers.difference_update(reply.ended)
 
-
-def _stub(channel: grpc.aio.Channel) -> "mesh_pb2_grpc.KVPeerAsyncStub":
-    return mesh_pb2_grpc.KVPeerStub(channel)
-
-
-def _translated(error: grpc.aio.AioRpcError, address: str) -> MeshError:
-    """Say in our terms why a call to a peer failed."""
-    code, details = error.code(), error.details() or ""
-    if code is grpc.StatusCode.FAILED_PRECONDITION:
-        return HandshakeRefused(details)
-    if code is grpc.StatusCode.UNAUTHENTICATED:
-        return HandshakeRefused(f"{address} refused this service: {details}")
-    return PeerUnavailable(f"{address} failed: {code.name.lower()} {details}".rstrip())
+    def _in_background(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task

@@ -188,6 +188,9 @@ class _Copy:
             return reason
         pull = self.active.pull
         if self._runs is None:
+            # First, or the frozen memory of an owner that has restarted would pass for overwritten blocks of a live one.
+            if not self.source.owner_alive:
+                return PullEnd.PEER_LOST
             if not self._generations_match():
                 return PullEnd.STALE
             most = max(1, COPY_BYTES // self.source.pool.shape.block_bytes)

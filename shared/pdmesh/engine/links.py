@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import threading
+from collections import Counter
 from dataclasses import dataclass
 
 from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
@@ -40,7 +41,9 @@ class Links:
         """Transfer id -> connector, while it runs."""
         self._refused: list[EndedPull] = []
         self._unwanted: set[str] = set()
-        """Peers to forget as soon as they are connected."""
+        """Peers to forget as soon as they are connected; each has an order under way."""
+        self._connecting: Counter[str] = Counter()
+        """Orders under way, by peer id."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = threading.Lock()
         self._is_closed = False
@@ -65,6 +68,7 @@ class Links:
     def connect(self, order: ConnectPeer) -> None:
         """Begin to connect a peer; the answer comes from `take_news`."""
         self._unwanted.discard(order.peer_id)
+        self._connecting[order.peer_id] += 1
         self._orders.put(order)
 
     def take_news(self) -> list[PeerConnected | ConnectorChanged]:
@@ -75,18 +79,23 @@ class Links:
         while not self._news.empty():
             message = self._news.get()
             news.append(message)
-            if isinstance(message, PeerConnected) and not message.error:
+            if not isinstance(message, PeerConnected):
+                continue
+            self._connecting[message.peer_id] -= 1
+            if not message.error:
                 self._connector_of[message.peer_id] = message.connector
                 if message.peer_id in self._unwanted:
                     self.disconnect(message.peer_id)
+            if not self._connecting[message.peer_id]:
+                del self._connecting[message.peer_id]
+                self._unwanted.discard(message.peer_id)
         return news
 
     def disconnect(self, peer_id: str) -> None:
         """Forget a peer; its pulls end with `peer_lost`."""
-        self._unwanted.add(peer_id)
-        name = self._connector_of.pop(peer_id, None)
-        if name is not None:
-            self._unwanted.discard(peer_id)
+        if peer_id in self._connecting:
+            self._unwanted.add(peer_id)
+        if (name := self._connector_of.pop(peer_id, None)) is not None:
             self._connectors[name].disconnect(peer_id)
 
     def start(self, pull: Pull) -> None:

@@ -757,7 +757,10 @@ class BeginTransferReply(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    PEER_ID_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
+    peer_id: _builtins.str
+    """of who answers, also beside an error; another than the known one: shake hands again"""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockList]: ...
     @_builtins.property
@@ -768,10 +771,11 @@ class BeginTransferReply(_message.Message):
         groups: _abc.Iterable[Global___BlockList] | None = ...,
         num_tokens: _builtins.int = ...,
         error: Global___ErrorInfo | None = ...,
+        peer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "groups", b"groups", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "groups", b"groups", "num_tokens", b"num_tokens", "peer_id", b"peer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,8 +5,6 @@ These structs cross the ZMQ boundary inside an engine as msgpack; `wire.py` maps
 
 import msgspec
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
-
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen; already validated and resolved (no field is "use the default" any more)."""

@@ -107,8 +107,6 @@ class OfferTable:
         self._ended: list[EndedOffer] = []
         self._past_offers: OrderedDict[str, Reason] = OrderedDict()
         self._past_transfers: OrderedDict[str, TransferState] = OrderedDict()
-        self.offers_ended: Counter[Reason] = Counter()
-        """Offers ended so far, by reason."""
         self.transfers_ended: Counter[TransferState] = Counter()
         """Transfers ended so far, by outcome; a refused begin counts as failed."""
 
@@ -303,7 +301,6 @@ class OfferTable:
     def _give_back(self, offer: _Offer) -> None:
         offer.on(OfferEvent.IDLE)
         del self._offers[offer.offer_id]
-        self.offers_ended[offer.reason] += 1
         _remember(self._past_offers, offer.offer_id, offer.reason)
         self._ended.append(
             EndedOffer(offer_id=offer.offer_id, request_id=offer.request_id, reason=offer.reason, groups=offer.groups)

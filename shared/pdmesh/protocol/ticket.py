@@ -37,10 +37,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     layout_fingerprints: list[str]
     """One per KV group."""
     model_fingerprint: str
-    first_tokens: list[list[int]]
-    """Tokens already emitted, one list per choice, in choice order."""
-    remaining_ms: int
-    """Lease left when the ticket was sealed; only the owner judges expiry."""
+    first_tokens: dict[int, list[int]]
+    """Tokens emitted when the prefill ended, by choice: the consumer goes on after these or not at all."""
 
     @property
     def peer_id(self) -> str:

@@ -11,6 +11,7 @@ from pdmesh.config import EngineConfig
 from pdmesh.connector.peers import PeerDirectory
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.core_client import CoreClient
+from pdmesh.engine.server.attempts import Attempts
 from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.endings import Endings
 from pdmesh.engine.server.fetches import Fetches, Tasks
@@ -122,14 +123,14 @@ def assemble(
             peers=peers,
             metrics=metrics,
         )
-    fetches = Fetches(peers=peers, tier=tier, tasks=tasks, metrics=metrics)
+    fetches = Fetches(peers=peers, tasks=tasks, metrics=metrics)
     endings = Endings(table=table, core=core, handoff=handoff, fetches=fetches, metrics=metrics)
     sources = Sources(
         config=config,
-        identity=identity,
+        ready=ready,
         secret=secret,
         peers=peers,
-        fetches=fetches,
+        attempts=Attempts(identity=identity, peers=peers, fetches=fetches),
         tier=tier,
         metrics=metrics,
     )
@@ -168,6 +169,7 @@ def assemble(
             sessions=sessions,
             handoff=handoff,
             board=board,
+            metrics=metrics,
         ),
         generator=LocalGenerator(
             identity=identity,

@@ -11,13 +11,14 @@ from pdmesh.connector.peers import PeerDirectory
 from pdmesh.engine.messages import TransferEnded
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RunningRequest
-from pdmesh.engine.server.tier_client import TierClient
 
 log = logging.getLogger(__name__)
 
 # The core gives a pull up at its deadline; one that it has not reported by then is lost.
 REPORT_GRACE_S = 10.0
 NIXL = "nixl"
+ABORTED = "aborted"
+"""Reason of a pull whose request went away."""
 
 
 class Origin(StrEnum):
@@ -56,9 +57,8 @@ class Tasks(Protocol):
 class Fetches:
     """The table of pulls that have begun and not ended."""
 
-    def __init__(self, *, peers: PeerDirectory, tier: TierClient | None, tasks: Tasks, metrics: EngineMetrics) -> None:
+    def __init__(self, *, peers: PeerDirectory, tasks: Tasks, metrics: EngineMetrics) -> None:
         self._peers = peers
-        self._tier = tier
         self._tasks = tasks
         self._metrics = metrics
         self._open: dict[str, Fetch] = {}
@@ -76,7 +76,7 @@ class Fetches:
         """End the pulls of a request that the core has never seen; the core reports the others itself."""
         if not running.in_core:
             for fetch in [each for each in self._open.values() if each.running is running]:
-                self._end(fetch, Outcome.FAILED, "aborted")
+                self._end(fetch, Outcome.FAILED, ABORTED)
 
     def ended(self, message: TransferEnded) -> Fetch | None:
         """Take the core's report and tell the owner; None when the pull had ended already."""
@@ -98,27 +98,40 @@ class Fetches:
         """The owner refused to begin, or could not be asked."""
         self._end(fetch, Outcome.FAILED, reason)
 
+    async def give_up(self, fetch: Fetch, reason: str) -> None:
+        """Take a begin back, and return when its owner has heard of it or cannot be told."""
+        if self._strike_off(fetch, Outcome.FAILED, reason):
+            await self._tell_owner(fetch, Outcome.FAILED, reason)
+
+    def discard(self, fetch: Fetch) -> None:
+        """Nothing was begun: the owner answered that it holds nothing."""
+        self._take_out(fetch)
+
     def _end(self, fetch: Fetch, outcome: Outcome, reason: str) -> None:
-        if self._open.pop(fetch.transfer_id, None) is None:
-            return
-        if fetch.timer is not None:
-            fetch.timer.cancel()
+        if self._strike_off(fetch, outcome, reason):
+            self._tasks.create_task(self._tell_owner(fetch, outcome, reason))
+
+    def _strike_off(self, fetch: Fetch, outcome: Outcome, reason: str) -> bool:
+        """Take a pull out of the table and count how it ended; False when it had ended before."""
+        if not self._take_out(fetch):
+            return False
         # What follows the colon names blocks or paths: no label should.
         self._metrics.transfers.inc(outcome, reason.partition(":")[0], fetch.connector, fetch.origin)
-        self._tasks.create_task(self._tell_owner(fetch, outcome, reason))
+        return True
+
+    def _take_out(self, fetch: Fetch) -> bool:
+        if self._open.pop(fetch.transfer_id, None) is None:
+            return False
+        if fetch.timer is not None:
+            fetch.timer.cancel()
+        return True
 
     async def _tell_owner(self, fetch: Fetch, outcome: Outcome, reason: str) -> None:
         try:
             await self._peers.end(fetch.peer_id, fetch.transfer_id, outcome is Outcome.COMMITTED, reason)
             if reason == PullEnd.PEER_LOST:
-                self._forget(fetch)
+                # Shake hands anew before the next pull: the peer's memory is gone, or the core let go of it.
+                self._peers.forget(fetch.peer_id)
         except Exception:
             # The owner's lease ends the transfer.
             log.warning("%s was not told that transfer %s ended", fetch.peer_id, fetch.transfer_id, exc_info=True)
-
-    def _forget(self, fetch: Fetch) -> None:
-        """Shake hands anew before the next pull: the peer's memory is gone, or the core let go of it."""
-        if fetch.origin is Origin.TIER and self._tier is not None:
-            self._tier.lost(fetch.peer_id, "its memory cannot be read any more")
-        else:
-            self._peers.forget(fetch.peer_id)

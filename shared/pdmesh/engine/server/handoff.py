@@ -15,8 +15,7 @@ from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RunningRequest
 from pdmesh.engine.server.transfer_params import offered
 from pdmesh.protocol.offers import OFFER_LEASE_S, EndedOffer, OfferTable, Reason
-from pdmesh.protocol.ticket import Ticket, request_digest, seal, unseal
-from pdmesh.protocol.wire import to_ms
+from pdmesh.protocol.ticket import Ticket, seal, unseal
 from pdmesh.security import MeshSecret
 
 
@@ -63,7 +62,7 @@ class Handoff:
         self._offers.open(
             running.offer_id,
             request_id=request.request_id,
-            digest=request_digest(request.token_ids, cache_salt=request.cache_salt),
+            digest=running.digest,
             lease_s=self._stock_lease_s if stock else OFFER_LEASE_S,
             release_on_commit=stock,
             seal_within_s=request.deadline_s,
@@ -76,24 +75,28 @@ class Handoff:
             self._sealed[message.offer_id] = message
         self.owner.settle()
 
-    def ticket(self, running: RunningRequest, remaining_s: float) -> bytes:
+    def ticket(self, running: RunningRequest) -> bytes:
         """Sign a ticket for a request whose choices all have their first token; empty when the offer was not sealed."""
         sealed = self._sealed.get(running.offer_id)
         if sealed is None:
             return b""
+        request = running.request
+        before = request.emitted or [[] for _ in request.choices]
         return seal(
             Ticket(
                 offer_id=running.offer_id,
                 engine_id=self._identity.engine_id,
                 epoch=self._identity.epoch,
                 address=self._identity.address,
-                digest=request_digest(running.request.token_ids, cache_salt=running.request.cache_salt),
+                digest=running.digest,
                 groups=sealed.groups,
                 num_tokens=sealed.num_tokens,
                 layout_fingerprints=self._ready.layout_fingerprints,
                 model_fingerprint=self._ready.model_fingerprint,
-                first_tokens=[running.first_tokens.get(choice, []) for choice in running.request.choices],
-                remaining_ms=to_ms(min(OFFER_LEASE_S, remaining_s)),
+                first_tokens={
+                    choice: emitted + running.first_tokens.get(choice, [])
+                    for choice, emitted in zip(request.choices, before, strict=True)
+                },
             ),
             self._secret,
         )

@@ -126,6 +126,7 @@ class EngineMetrics:
         self.tier_hit_blocks = counter("pdmesh_tier_hit_blocks", "Blocks that lookups found in the tier.")
         self.tier_stores = by("pdmesh_tier_stores", "Blocks offered to the tier, by outcome.", "outcome")
         self.fallbacks = by("pdmesh_fallbacks", "Intended KV transfers that were not done, by reason.", "reason")
+        self.unexpected_errors = by("pdmesh_unexpected_errors", "Faults of this engine's own code, by place.", "place")
         self.sessions_aborted = by("pdmesh_sessions_aborted", "Proxy sessions ended with work left.", "reason")
 
         info = Gauge(

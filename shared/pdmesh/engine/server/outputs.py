@@ -20,6 +20,7 @@ from pdmesh.engine.server.requests import RequestTable, RunningRequest
 from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.errors import from_code
 from pdmesh.protocol.messages import ChoiceDelta
+from pdmesh.protocol.offers import ABORT_REASONS
 
 
 class CoreOutputs(Protocol):
@@ -94,8 +95,8 @@ class Outputs:
         if message.committed and message.num_bytes:
             running.kv_bytes += message.num_bytes
             running.kv_source = Origin.TIER if fetch.origin is Origin.TIER else fetch.connector
-        elif not message.committed:
-            # What follows the colon names blocks: no label should.
+        elif not message.committed and message.reason not in ABORT_REASONS:
+            # A client that left is no fallback. What follows the colon names blocks: no label should.
             self._metrics.fallbacks.inc(message.reason.partition(":")[0])
         if self._table.get(running.core_id) is running:
             running.commit()
@@ -114,7 +115,7 @@ class Outputs:
             kv_source=running.kv_source if first else "",
         )
         if running.request.prefill_only:
-            self._deliver_first_token(running, delta, now)
+            self._deliver_first_token(running, delta)
             return
         if delta.finish_reason:
             running.open_choices.discard(delta.choice)
@@ -123,7 +124,7 @@ class Outputs:
         if not running.open_choices:
             self._endings.finish(running, keep_offer=delta.finish_reason in ("stop", "length"))
 
-    def _deliver_first_token(self, running: RunningRequest, delta: ChoiceDelta, now: float) -> None:
+    def _deliver_first_token(self, running: RunningRequest, delta: ChoiceDelta) -> None:
         """A prefill-only choice ends with its first token; the last one to have it takes the ticket along."""
         if delta.token_ids or delta.finish_reason:
             running.open_choices.discard(delta.choice)
@@ -136,7 +137,7 @@ class Outputs:
             return
         ticket = b""
         if running.unfinished:
-            ticket = self._handoff.ticket(running, running.request.deadline_s - (now - running.arrived_s))
+            ticket = self._handoff.ticket(running)
             if not ticket:
                 # The proxy goes on without KV; that must not pass unseen.
                 self._metrics.fallbacks.inc("not_sealed")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
+from pdmesh.protocol.ticket import request_digest
 
 
 class Sink(ABC):
@@ -57,6 +58,19 @@ class RunningRequest:
     kv_source: str = ""
     kv_bytes: int = 0
     finish_reason: str = ""
+    _digest: bytes = b""
+
+    @property
+    def digest(self) -> bytes:
+        """`request_digest` of its prompt. Hashing takes time with the prompt's length, so it is done once."""
+        if not self._digest:
+            self._digest = request_digest(self.request.token_ids, cache_salt=self.request.cache_salt)
+        return self._digest
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left of its deadline."""
+        return max(0.0, self.request.deadline_s - (time.monotonic() - self.arrived_s))
 
     def commit(self) -> None:
         """Tell a proxy once that this engine needs its ticket's offer no longer."""

@@ -11,9 +11,10 @@ import grpc.aio
 from pdmesh.engine.server.endings import error_delta
 from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.load import LoadBoard
+from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.sessions import Broken, Session, Sessions
 from pdmesh.engine.server.submission import Submission
-from pdmesh.errors import MeshError
+from pdmesh.errors import InternalError, MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.messages import GenerateRequest
@@ -42,12 +43,14 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
         sessions: Sessions,
         handoff: Handoff,
         board: LoadBoard,
+        metrics: EngineMetrics,
     ) -> None:
         self._info = info
         self._submission = submission
         self._sessions = sessions
         self._handoff = handoff
         self._board = board
+        self._metrics = metrics
         self._closing = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server) -> str:
@@ -74,7 +77,7 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
                 await context.abort(grpc.StatusCode.ABORTED, f"the engine ended the session: {why}")
         finally:
             self._sessions.close(session_id, session)
-            await _cancel(reader, writer)
+            await self._end(context, reader, writer)
 
     async def Control(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
         """Take aborts and leases of a session and report load, until the proxy ends the stream or the engine closes."""
@@ -92,7 +95,7 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
         try:
             await asyncio.wait({reader, reporter, closing}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(reader, reporter, closing)
+            await self._end(context, reader, reporter, closing)
 
     def close(self) -> None:
         """Have all streams end once what is owed on them is sent."""
@@ -105,16 +108,18 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
                 for message in frame.requests:
                     self._submit(session, request_from_pb(message))
             session.finish()
-        except Exception:
-            log.exception("a session's data stream cannot be read")
+        except Exception as exc:
+            self._unexpected("data_stream", exc)
             session.end(Broken.STREAM)
 
     def _submit(self, session: Session, request: GenerateRequest) -> None:
         try:
             self._submission.submit(request, session)
-        except MeshError as exc:
+        except Exception as exc:
+            # A request's fault is its own: the session's others go on.
+            error = exc if isinstance(exc, MeshError) else self._unexpected("submit", exc)
             for choice in request.choices or [0]:
-                session.put(error_delta(request.request_id, choice, exc))
+                session.put(error_delta(request.request_id, choice, error))
 
     async def _read_control(self, session_id: str, context: Context, write: Write) -> None:
         async for message in _messages(context):
@@ -134,6 +139,21 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
             await asyncio.sleep(MIN_REPORT_INTERVAL_S)
             await self._board.newer(version)
 
+    async def _end(self, context: Context, *tasks: asyncio.Task[Any]) -> None:
+        """End a stream's tasks and wait for them; what failed although the stream stands is told."""
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            # When the stream is gone, reads and writes fail as they must.
+            if isinstance(result, Exception) and not context.done() and not isinstance(result, grpc.aio.BaseError):
+                self._unexpected("stream", result)
+
+    def _unexpected(self, where: str, error: Exception) -> InternalError:
+        """Log and count what no one foresaw."""
+        log.error("unexpected in a session's %s", where, exc_info=error)
+        self._metrics.unexpected_errors.inc(where)
+        return InternalError(f"the engine could not handle this: {type(error).__name__}: {error}")
+
 
 async def _write_frames(session: Session, context: Context) -> None:
     while deltas := await session.take():
@@ -151,10 +171,3 @@ async def _session_id(context: Context) -> str:
     if not session_id:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"metadata {SESSION_METADATA_KEY} must name the session")
     return session_id
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    """End tasks and wait for them; those that failed because the stream is gone have nothing to tell."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,36 +4,28 @@ What cannot be fetched ends in the failure policy here, before the core has seen
 same policy there. A ticket or parameters that nobody of this mesh made are refused outright.
 """
 
-import ipaddress
-import secrets
-import time
-from dataclasses import dataclass
+from functools import partial
 
-from pdmesh.config import LOOPBACK_HOSTS, EngineConfig
-from pdmesh.connector.peers import Peer, PeerDirectory
-from pdmesh.engine.server.fetches import Fetch, Fetches, Origin
-from pdmesh.engine.server.identity import Identity, engine_id_of
+from pdmesh.config import EngineConfig
+from pdmesh.connector.peers import Begun, Peer, PeerDirectory
+from pdmesh.engine.messages import CoreReady
+from pdmesh.engine.server.attempts import Attempts, Target, reason_of
+from pdmesh.engine.server.fetches import Fetch, Origin
+from pdmesh.engine.server.identity import engine_id_of
+from pdmesh.engine.server.kv_peers import KVPeers
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RunningRequest
 from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.engine.server.transfer_params import RemoteKV
-from pdmesh.errors import Forbidden, HandshakeRefused, MeshError, PeerError, PeerUnavailable, TransferFailed
+from pdmesh.errors import PeerError, PeerUnavailable, TransferFailed
 from pdmesh.protocol.messages import GroupBlocks, KVSource
-from pdmesh.protocol.ticket import request_digest, unseal
+from pdmesh.protocol.offers import OfferView
+from pdmesh.protocol.ticket import Ticket, unseal
 from pdmesh.security import MeshSecret
 
 # A pull of a whole context takes seconds at most; a peer that takes longer is better replaced by computing.
 FETCH_TIMEOUT_S = 30.0
 RECOMPUTE = "recompute"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """An offer to begin, however the request named it."""
-
-    origin: Origin
-    offer_id: str
-    groups: list[GroupBlocks]
 
 
 class Sources:
@@ -43,18 +35,19 @@ class Sources:
         self,
         *,
         config: EngineConfig,
-        identity: Identity,
+        ready: CoreReady,
         secret: MeshSecret,
         peers: PeerDirectory,
-        fetches: Fetches,
+        attempts: Attempts,
         tier: TierClient | None,
         metrics: EngineMetrics,
     ) -> None:
         self._config = config
-        self._identity = identity
+        self._ready = ready
         self._secret = secret
         self._peers = peers
-        self._fetches = fetches
+        self._attempts = attempts
+        self._allowed = KVPeers(config.kv_peers, on_loopback=config.on_loopback)
         self._tier = tier
         self._metrics = metrics
 
@@ -65,7 +58,7 @@ class Sources:
     async def find(self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes]) -> KVSource | None:
         """Begin the best pull there is; None to compute everything.
 
-        Raises Forbidden for what is not this mesh's, and TransferFailed or another PeerError under the `fail` policy.
+        Raises Forbidden for what is not this mesh's, and TransferFailed or HandshakeRefused under the `fail` policy.
         """
         try:
             if running.request.ticket:
@@ -74,123 +67,97 @@ class Sources:
                 return await self._from_peer(running, remote)
         except PeerError as exc:
             if self._config.kv_load_failure_policy != RECOMPUTE:
-                raise
+                raise _as_transfer_failure(exc) from exc
             running.fetch_failure = reason_of(exc)
             self._metrics.fallbacks.inc(running.fetch_failure)
         return await self._from_tier(running, keys)
 
     async def _from_ticket(self, running: RunningRequest) -> KVSource:
         ticket = unseal(running.request.ticket, self._secret)
-        if ticket.digest != _digest(running):
-            raise TransferFailed("digest: the ticket was made for another request")
-        peer = await self._peers.reach(ticket.address, _remaining_s(running))
-        if peer.peer_id != ticket.peer_id:
-            # What was known of the address may be of an earlier start.
-            self._peers.forget(peer.peer_id)
-            peer = await self._peers.reach(ticket.address, _remaining_s(running))
-        if peer.peer_id != ticket.peer_id:
-            raise TransferFailed(f"restarted: {ticket.peer_id} is now {peer.peer_id}")
-        wanted = _Wanted(origin=Origin.TICKET, offer_id=ticket.offer_id, groups=ticket.groups)
-        return await self._begin(running, peer, wanted)
+        check_ticket(ticket, running, self._ready)
+        target = Target(
+            running=running,
+            origin=Origin.TICKET,
+            address=ticket.address,
+            deadline_s=_fetch_time_s(running),
+            is_owner=ticket.peer_id.__eq__,
+            owner_name=ticket.peer_id,
+        )
+        return await self._from_offer(target, ticket.offer_id, ticket.groups)
 
     async def _from_peer(self, running: RunningRequest, remote: RemoteKV) -> KVSource:
-        self._check_allowed(remote)
-        peer = await self._peers.reach(remote.address, _remaining_s(running))
-        if engine_id_of(peer.peer_id) != remote.engine_id:
-            raise TransferFailed(f"restarted: {remote.address} is {peer.peer_id}, not {remote.engine_id}")
-        wanted = _Wanted(origin=Origin.STOCK, offer_id=remote.offer_id, groups=remote.groups)
-        return await self._begin(running, peer, wanted)
-
-    async def _begin(self, running: RunningRequest, peer: Peer, wanted: _Wanted) -> KVSource:
-        deadline_s = min(FETCH_TIMEOUT_S, _remaining_s(running))
-        fetch = Fetch(
-            transfer_id=self._mint(),
-            peer_id=peer.peer_id,
-            connector=peer.connector,
-            origin=wanted.origin,
+        target = Target(
             running=running,
+            origin=Origin.STOCK,
+            address=await self._allowed.admit(remote.host, remote.port),
+            deadline_s=_fetch_time_s(running),
+            is_owner=lambda peer_id: engine_id_of(peer_id) == remote.engine_id,
+            owner_name=remote.engine_id,
         )
-        # Noted first: when this task is cancelled during the call, the owner may have begun.
-        self._fetches.begun(fetch, deadline_s)
-        try:
-            view = await self._peers.begin(
+        return await self._from_offer(target, remote.offer_id, remote.groups)
+
+    async def _from_offer(self, target: Target, offer_id: str, groups: list[GroupBlocks]) -> KVSource:
+        async def ask(peer: Peer, transfer_id: str) -> Begun:
+            return await self._peers.begin(
                 peer,
-                transfer_id=fetch.transfer_id,
-                offer_id=wanted.offer_id,
-                digest=_digest(running),
-                groups=wanted.groups,
-                remaining_s=deadline_s,
+                transfer_id=transfer_id,
+                offer_id=offer_id,
+                digest=target.running.digest,
+                groups=groups,
+                remaining_s=target.deadline_s,
             )
-        except MeshError as exc:
-            self._fetches.failed(fetch, reason_of(exc))
-            raise
-        return KVSource(
-            transfer_id=fetch.transfer_id,
-            peer_id=peer.peer_id,
-            groups=view.groups,
-            num_tokens=view.num_tokens,
-            fail_policy=self._config.kv_load_failure_policy,
-            deadline_s=deadline_s,
-        )
+
+        begun = await self._attempts.begin(target, ask)
+        if begun is None:
+            raise TransferFailed(f"unknown: {target.address} says nothing of offer {offer_id}")
+        return _source(*begun, fail_policy=self._config.kv_load_failure_policy, deadline_s=target.deadline_s)
 
     async def _from_tier(self, running: RunningRequest, keys: list[bytes]) -> KVSource | None:
         if self._tier is None or not keys:
             return None
-        deadline_s = min(FETCH_TIMEOUT_S, _remaining_s(running))
-        hit = await self._tier.lookup(self._mint(), keys, deadline_s)
-        if hit is None:
-            return None
-        fetch = Fetch(
-            transfer_id=hit.transfer_id,
-            peer_id=hit.peer_id,
-            connector=hit.connector,
-            origin=Origin.TIER,
-            running=running,
-        )
-        self._fetches.begun(fetch, deadline_s)
-        return KVSource(
-            transfer_id=hit.transfer_id,
-            peer_id=hit.peer_id,
-            groups=[hit.blocks],
-            num_tokens=hit.num_tokens,
-            # A lost tier costs time, never the answer.
-            fail_policy=RECOMPUTE,
-            deadline_s=deadline_s,
-        )
-
-    def _check_allowed(self, remote: RemoteKV) -> None:
-        """Keep clients from making this engine call an address of their choice."""
-        if remote.address in self._config.kv_peers or (self._config.on_loopback and _is_loopback(remote.host)):
-            return
-        raise Forbidden(
-            f"{remote.address} is not a peer of this engine: list it in kv-peers to fetch KV from it",
-            param="kv_transfer_params.remote_host",
-        )
-
-    def _mint(self) -> str:
-        return f"{self._identity.engine_id}-{secrets.token_hex(8)}"
+        deadline_s = _fetch_time_s(running)
+        target = Target(running=running, origin=Origin.TIER, address=self._tier.address, deadline_s=deadline_s)
+        begun = await self._tier.find(partial(self._attempts.begin, target), keys, deadline_s)
+        # A lost tier costs time, never the answer.
+        return None if begun is None else _source(*begun, fail_policy=RECOMPUTE, deadline_s=deadline_s)
 
 
-def reason_of(error: MeshError) -> str:
-    """One word for metrics and the debug header."""
+def check_ticket(ticket: Ticket, running: RunningRequest, ready: CoreReady) -> None:
+    """Raise TransferFailed, its first word naming what differs, when a ticket's KV is not what this request needs here."""
+    request = running.request
+    if ticket.digest != running.digest:
+        raise TransferFailed("digest: the ticket was made for another request")
+    for what, theirs, ours in (
+        ("model_fingerprint", ticket.model_fingerprint, ready.model_fingerprint),
+        ("layout_fingerprints", ", ".join(ticket.layout_fingerprints), ", ".join(ready.layout_fingerprints)),
+        ("num_tokens", ticket.num_tokens, len(request.token_ids)),
+    ):
+        if theirs != ours:
+            raise TransferFailed(f"{what}: the ticket's owner has [{theirs}], this request needs [{ours}]")
+    for place, choice in enumerate(request.choices):
+        first = ticket.first_tokens.get(choice, [])
+        emitted = request.emitted[place] if request.emitted else []
+        if not first or emitted[: len(first)] != first:
+            raise TransferFailed(f"first_tokens: choice {choice} does not go on after the token that prefill sampled")
+
+
+def _as_transfer_failure(error: PeerError) -> PeerError:
+    """PeerUnavailable is said of the engine that a caller speaks to; this one is well and could not reach another."""
     if isinstance(error, PeerUnavailable):
-        return "peer_unavailable"
-    if isinstance(error, HandshakeRefused):
-        return "handshake_refused"
-    word = error.message.partition(":")[0]
-    return word if word.isidentifier() else "transfer_failed"
+        return TransferFailed(f"{reason_of(error)}: {error.message}")
+    return error
 
 
-def _digest(running: RunningRequest) -> bytes:
-    return request_digest(running.request.token_ids, cache_salt=running.request.cache_salt)
+def _source(fetch: Fetch, view: OfferView, *, fail_policy: str, deadline_s: float) -> KVSource:
+    return KVSource(
+        transfer_id=fetch.transfer_id,
+        peer_id=fetch.peer_id,
+        groups=view.groups,
+        num_tokens=view.num_tokens,
+        fail_policy=fail_policy,
+        deadline_s=deadline_s,
+    )
 
 
-def _remaining_s(running: RunningRequest) -> float:
-    return max(0.0, running.request.deadline_s - (time.monotonic() - running.arrived_s))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host in LOOPBACK_HOSTS or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def _fetch_time_s(running: RunningRequest) -> float:
+    return min(FETCH_TIMEOUT_S, running.remaining_s)

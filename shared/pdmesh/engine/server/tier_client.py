@@ -9,13 +9,15 @@ import contextlib
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from enum import StrEnum
+from typing import TypeVar
 
 import grpc
 import grpc.aio
 
-from pdmesh.connector.peers import Peer, PeerDirectory
+from pdmesh.connector.handshake import translated
+from pdmesh.connector.peers import Begin, Begun, Peer, PeerDirectory
 from pdmesh.engine.messages import BlocksComputed, CoreReady
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.metrics import EngineMetrics
@@ -23,11 +25,13 @@ from pdmesh.errors import MeshError
 from pdmesh.lifecycle import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2
 from pdmesh.protocol.mesh_pb2_grpc import KVCacheStub
-from pdmesh.protocol.messages import GroupBlocks
+from pdmesh.protocol.offers import OfferView
 from pdmesh.protocol.wire import blocks_from_pb, to_ms
 from pdmesh.security import MeshSecret
 
 log = logging.getLogger(__name__)
+
+BegunT = TypeVar("BegunT")
 
 CONNECT_TIMEOUT_S = 15.0
 STORE_TIMEOUT_S = 5.0
@@ -60,17 +64,6 @@ class Store(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierHit:
-    """Leading blocks of a prompt in the tier's arena, pinned for `transfer_id` until it ends."""
-
-    transfer_id: str
-    peer_id: str
-    connector: str
-    blocks: GroupBlocks
-    num_tokens: int
-
-
 class TierClient:
     """Speaks to one kvcache service. `run` keeps it connected and hands over stores."""
 
@@ -85,7 +78,7 @@ class TierClient:
         peers: PeerDirectory,
         metrics: EngineMetrics,
     ) -> None:
-        self._address = address
+        self.address = address
         self._lookup_timeout_s = lookup_timeout_s
         self._identity = identity
         self._ready = ready
@@ -94,7 +87,7 @@ class TierClient:
         self._metrics = metrics
         self._channel = grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
         self._stub = KVCacheStub(self._channel)
-        self._peer: Peer | None = None
+        self._is_connected = False
         self._attempted = asyncio.Event()
         self._stores: deque[BlocksComputed] = deque()
         self._wake = asyncio.Event()
@@ -103,46 +96,64 @@ class TierClient:
         self._is_reported = False
         """Whether the log says already that it is away."""
 
-    async def lookup(self, transfer_id: str, keys: list[bytes], remaining_s: float) -> TierHit | None:
-        """Ask for the longest prefix of `keys`; None for a miss of any kind, never later than the lookup timeout."""
-        peer = self._peer
-        if peer is None or time.monotonic() < self._paused_until_s:
-            self._count(Lookup.UNCONNECTED if peer is None else Lookup.PAUSED)
+    async def find(
+        self, attempt: Callable[[Begin], Awaitable[BegunT | None]], keys: list[bytes], remaining_s: float
+    ) -> BegunT | None:
+        """Have `attempt` begin a pull of the longest prefix of `keys` that the tier holds.
+
+        None for a miss of any kind, never later than the lookup timeout.
+        """
+        if not self._is_connected or time.monotonic() < self._paused_until_s:
+            self._count(Lookup.PAUSED if self._is_connected else Lookup.UNCONNECTED)
             return None
+        timeout_s = min(self._lookup_timeout_s, remaining_s)
+
+        async def ask(peer: Peer, transfer_id: str) -> Begun:
+            return await self._lookup(peer, transfer_id, keys, timeout_s)
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await attempt(ask)
+        except TimeoutError:
+            self._count(Lookup.TIMEOUT)
+            # A request that had hardly any time left says nothing of the tier.
+            if timeout_s >= self._lookup_timeout_s:
+                self._pause()
+        except MeshError as exc:
+            self._count(Lookup.FAILED)
+            self._lost(exc.message)
+        return None
+
+    async def _lookup(self, peer: Peer, transfer_id: str, keys: list[bytes], timeout_s: float) -> Begun:
+        """Ask once. Raises TimeoutError or PeerUnavailable."""
         request = mesh_pb2.LookupRequest(
             transfer_id=transfer_id,
             consumer_id=self._identity.peer_id,
             group=0,
             keys=keys,
-            remaining_ms=to_ms(remaining_s),
+            remaining_ms=to_ms(timeout_s),
             layout_fingerprint=self._ready.layout_fingerprints[0],
             model_fingerprint=self._ready.model_fingerprint,
         )
-        timeout_s = min(self._lookup_timeout_s, remaining_s)
         try:
             reply = await self._stub.Lookup(request, timeout=timeout_s, metadata=self._secret.call_metadata())
         except grpc.aio.AioRpcError as exc:
-            self._count(Lookup.TIMEOUT if _timed_out(exc) else Lookup.FAILED)
-            self._fault("lookup", exc)
-            return None
+            if _timed_out(exc):
+                raise TimeoutError from exc
+            raise translated(exc, self.address) from exc
         self._backoff_s = BACKOFF_MIN_S
         if not reply.num_hits:
             self._count(Lookup.MISS)
-            return None
+            return Begun(peer_id="")
         if reply.peer_id != peer.peer_id:
-            self._lost(f"it is {reply.peer_id} now")
+            # Whoever made the attempt shakes hands with the new one and asks again.
             self._count(Lookup.RESTARTED)
-            return None
+            return Begun(peer_id=reply.peer_id)
         self._count(Lookup.HIT)
         self._metrics.tier_hit_blocks.inc(reply.num_hits)
         self._peers.track(peer, transfer_id)
-        return TierHit(
-            transfer_id=transfer_id,
-            peer_id=peer.peer_id,
-            connector=peer.connector,
-            blocks=blocks_from_pb(reply.blocks),
-            num_tokens=reply.num_hits * self._ready.block_size,
-        )
+        num_tokens = reply.num_hits * self._ready.block_size
+        return Begun(peer_id=peer.peer_id, view=OfferView(groups=[blocks_from_pb(reply.blocks)], num_tokens=num_tokens))
 
     def store(self, computed: BlocksComputed) -> None:
         """Let the tier know of new blocks, soon; never blocks. Over the bound the oldest are dropped and counted."""
@@ -150,11 +161,6 @@ class TierClient:
             self._metrics.tier_stores.inc(Store.DROPPED, amount=len(self._stores.popleft().keys))
         self._stores.append(computed)
         self._wake.set()
-
-    def lost(self, peer_id: str, why: str) -> None:
-        """Connect anew, unless that has happened since."""
-        if self._peer is not None and self._peer.peer_id == peer_id:
-            self._lost(why)
 
     async def tried(self) -> None:
         """Wait for the first attempt to connect, so that a reachable tier serves the first request; not for long."""
@@ -166,11 +172,11 @@ class TierClient:
         """Stay connected and hand over stores until cancelled."""
         try:
             while True:
-                if self._peer is None and not await self._connect():
+                if not self._is_connected and not await self._connect():
                     continue
                 await self._wake.wait()
                 self._wake.clear()
-                while self._stores and self._peer is not None:
+                while self._stores and self._is_connected:
                     await self._hand_over(self._stores.popleft())
         finally:
             await self._channel.close(None)
@@ -180,15 +186,16 @@ class TierClient:
         if self._attempted.is_set():
             await asyncio.sleep(self._longer_backoff_s())
         try:
-            self._peer = await self._peers.reach(self._address, CONNECT_TIMEOUT_S)
+            peer = await self._peers.reach(self.address, CONNECT_TIMEOUT_S)
         except MeshError as exc:
             if not self._is_reported:
-                log.warning("kvcache %s is not used until it answers: %s", self._address, exc.message)
+                log.warning("kvcache %s is not used until it answers: %s", self.address, exc.message)
                 self._is_reported = True
             return False
         finally:
             self._attempted.set()
-        log.info("kvcache %s connected over %s", self._address, self._peer.connector)
+        log.info("kvcache %s connected over %s", self.address, peer.connector)
+        self._is_connected = True
         self._is_reported = False
         return True
 
@@ -209,7 +216,10 @@ class TierClient:
             reply = await self._stub.Store(request, timeout=STORE_TIMEOUT_S, metadata=self._secret.call_metadata())
         except grpc.aio.AioRpcError as exc:
             self._metrics.tier_stores.inc(Store.FAILED, amount=len(computed.keys))
-            self._fault("store", exc)
+            if _timed_out(exc):
+                self._pause()
+            else:
+                self._lost(f"store: {exc.code().name} {exc.details()}")
             return
         self._metrics.tier_stores.inc(Store.ACCEPTED, amount=reply.num_accepted)
         self._metrics.tier_stores.inc(Store.KNOWN, amount=len(computed.keys) - reply.num_accepted)
@@ -217,18 +227,15 @@ class TierClient:
     def _count(self, outcome: Lookup) -> None:
         self._metrics.tier_lookups.inc(outcome)
 
-    def _fault(self, call: str, error: grpc.aio.AioRpcError) -> None:
-        """Ask nothing for a while; anew after another handshake unless the service is merely slow."""
-        if _timed_out(error):
-            self._paused_until_s = time.monotonic() + self._longer_backoff_s()
-        else:
-            self._lost(f"{call}: {error.code().name} {error.details()}")
+    def _pause(self) -> None:
+        """Ask nothing for a while: it is slow."""
+        self._paused_until_s = time.monotonic() + self._longer_backoff_s()
 
     def _lost(self, why: str) -> None:
-        if self._peer is not None:
-            log.warning("kvcache %s: %s; computing without it until it answers again", self._address, why)
-            self._peers.forget(self._peer.peer_id)
-            self._peer = None
+        """Ask nothing until another handshake has succeeded."""
+        if self._is_connected:
+            log.warning("kvcache %s: %s; computing without it until it answers again", self.address, why)
+            self._is_connected = False
             self._is_reported = True
             self._wake.set()
 

@@ -1,0 +1,161 @@
+"""The handshake with an owner: who answers at an address, whether the two sides can exchange KV, and over which connector.
+
+It says who the owner is *now*: a process that came back at the same address has another epoch, and none of the memory.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+
+from pdmesh.connector.base import PeerPool
+from pdmesh.connector.owner import check_fingerprints
+from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable
+from pdmesh.lifecycle import GRPC_OPTIONS
+from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol import mesh_pb2_grpc
+from pdmesh.protocol.version import PROTOCOL_MAX, PROTOCOL_MIN, agree
+from pdmesh.security import MeshSecret
+
+log = logging.getLogger(__name__)
+
+GRPC_CONNECTOR = "grpc"
+# A healthy owner answers in milliseconds: this bounds what a dead one costs.
+HANDSHAKE_TIMEOUT_S = 5.0
+# Addresses come and go with their pods; a fallback at one that is forgotten here is told again.
+MAX_LOGGED = 1024
+
+Attach = Callable[[PeerPool, str], Awaitable[None]]
+"""Connects the named connector's worker half to a pool; raises HandshakeRefused or PeerUnavailable when it cannot."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Peer:
+    """An owner that this process has shaken hands with and attached to."""
+
+    peer_id: str
+    address: str
+    connector: str
+    """The one in use."""
+    protocol: int
+    num_blocks: int
+    block_bytes: int
+    channel: grpc.aio.Channel
+    stub: "mesh_pb2_grpc.KVPeerAsyncStub"
+    transfers: set[str] = field(default_factory=set)
+    """Running ones, renewed until they end."""
+    num_timeouts: int = 0
+    """Calls in a row that got no answer in their time."""
+
+
+class Greeter:
+    """Shakes hands for one consumer. `block_bytes`, one per layout, lets the tier make its arena for that layout."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        secret: MeshSecret,
+        connectors: list[str],
+        model_fingerprint: str,
+        layout_fingerprints: list[str],
+        attach: Attach,
+        *,
+        block_bytes: list[int],
+    ) -> None:
+        self.fallbacks: Counter[str] = Counter()
+        """Times a connector could not be used and the next one was, by the name of the one that could not."""
+        self._peer_id = peer_id
+        self._secret = secret
+        self._connectors = connectors
+        self._model_fingerprint = model_fingerprint
+        self._layout_fingerprints = layout_fingerprints
+        self._attach = attach
+        self._block_bytes = block_bytes
+        self._logged: dict[tuple[str, str], None] = {}
+
+    async def ask(
+        self, stub: "mesh_pb2_grpc.KVPeerAsyncStub", address: str, deadline_s: float = HANDSHAKE_TIMEOUT_S
+    ) -> pb.HandshakeReply:
+        """Learn who answers. Raises HandshakeRefused when protocol, model or layout differ, or PeerUnavailable."""
+        request = pb.HandshakeRequest(
+            peer_id=self._peer_id,
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            layout_fingerprints=self._layout_fingerprints,
+            model_fingerprint=self._model_fingerprint,
+            block_bytes=self._block_bytes,
+        )
+        try:
+            reply: pb.HandshakeReply = await stub.Handshake(
+                request, timeout=min(HANDSHAKE_TIMEOUT_S, deadline_s), metadata=self._secret.call_metadata()
+            )
+        except grpc.aio.AioRpcError as exc:
+            raise translated(exc, address) from exc
+        agree(reply.protocol, reply.protocol, peer=reply.peer_id)
+        check_fingerprints(
+            (self._peer_id, self._model_fingerprint, self._layout_fingerprints),
+            (reply.peer_id, reply.model_fingerprint, list(reply.layout_fingerprints)),
+        )
+        return reply
+
+    async def attach_first(self, address: str, reply: pb.HandshakeReply) -> str:
+        """Attach by the first connector that both sides have and that works; returns its name.
+
+        Raises HandshakeRefused, naming what is wrong with each, when none does.
+        """
+        offered = {each.connector: each.metadata for each in reply.connectors}
+        failures = []
+        for name in self._connectors:
+            try:
+                if name not in offered:
+                    raise HandshakeRefused("the peer does not offer it")
+                # The grpc connector reads from where this handshake was answered.
+                metadata = offered[name] if name != GRPC_CONNECTOR else address.encode()
+                pool = PeerPool(
+                    peer_id=reply.peer_id,
+                    metadata=metadata,
+                    num_blocks=reply.num_blocks,
+                    block_bytes=reply.block_bytes,
+                )
+                await self._attach(pool, name)
+            except (HandshakeRefused, PeerUnavailable) as exc:
+                failures.append(f"{name}: {exc.message}")
+                self._count_fallback(name, address, exc)
+            else:
+                return name
+        raise HandshakeRefused(f"no connector reaches {reply.peer_id} at {address} ({'; '.join(failures)})")
+
+    def _count_fallback(self, name: str, address: str, error: MeshError) -> None:
+        self.fallbacks[name] += 1
+        if (name, address) not in self._logged:
+            self._logged[name, address] = None
+            if len(self._logged) > MAX_LOGGED:
+                del self._logged[next(iter(self._logged))]
+            log.warning("connector %s cannot reach %s, trying the next: %s", name, address, error.message)
+
+
+def open_channel(address: str) -> "tuple[grpc.aio.Channel, mesh_pb2_grpc.KVPeerAsyncStub]":
+    """Make a channel to an owner and its stub; nothing connects yet."""
+    channel = grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
+    return channel, mesh_pb2_grpc.KVPeerStub(channel)
+
+
+def is_gone(error: MeshError) -> bool:
+    """Whether a failed call says that its peer cannot be used any more; a call that merely took too long does not."""
+    if isinstance(error, HandshakeRefused):
+        return True
+    cause = error.__cause__
+    return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def translated(error: grpc.aio.AioRpcError, address: str) -> MeshError:
+    """Say in our terms why a call to a peer failed."""
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        return HandshakeRefused(details)
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return HandshakeRefused(f"{address} refused this service: {details}")
+    return PeerUnavailable(f"{address} failed: {code.name.lower()} {details}".rstrip())

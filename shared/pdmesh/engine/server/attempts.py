@@ -1,0 +1,119 @@
+"""How a pull begins, whoever the owner is and however the request named it: reach, begin, compare, and once more.
+
+What is known of an owner may be of an earlier start of it. gRPC reconnects to whoever listens at the address now, so every
+begin is answered with the owner's own id: when that is not the one whose memory is attached, the begin is taken back, the
+old peer forgotten, and the attempt made again with the new one. Stock parameters, which name no epoch, need this; so does
+the tier; a ticket learns from it that its owner has restarted.
+"""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdmesh.connector.active import PullEnd
+from pdmesh.connector.peers import Begin, Peer, PeerDirectory
+from pdmesh.engine.server.fetches import ABORTED, Fetch, Fetches, Origin
+from pdmesh.engine.server.identity import Identity
+from pdmesh.engine.server.requests import RunningRequest
+from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable, TransferFailed
+from pdmesh.protocol.offers import OfferView
+
+RESTARTED = "restarted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What an attempt is for."""
+
+    running: RunningRequest
+    origin: Origin
+    address: str
+    """gRPC `host:port` of the owner."""
+    deadline_s: float
+    """Seconds for the whole pull."""
+    is_owner: Callable[[str], bool] = lambda peer_id: True
+    """Whether the process with this peer id is the one the request means."""
+    owner_name: str = ""
+    """Who is meant, for the error's text."""
+
+
+class Attempts:
+    """Begins pulls and enters them in the table of fetches."""
+
+    def __init__(self, *, identity: Identity, peers: PeerDirectory, fetches: Fetches) -> None:
+        self._identity = identity
+        self._peers = peers
+        self._fetches = fetches
+
+    async def begin(self, target: Target, ask: Begin) -> tuple[Fetch, OfferView] | None:
+        """Begin a pull at its owner; None when the owner answers that it holds nothing of use.
+
+        Raises TransferFailed, Forbidden, HandshakeRefused or PeerUnavailable. The fetch is in the table from before the call:
+        its owner hears of its end also when this task is cancelled meanwhile.
+        """
+        for is_last in (False, True):
+            peer = await self._owner(target)
+            fetch = self._new_fetch(target, peer)
+            try:
+                begun = await ask(peer, fetch.transfer_id)
+            except PeerUnavailable as exc:
+                self._fetches.failed(fetch, reason_of(exc))
+                if is_last or self._peers.knows(peer):
+                    raise
+                continue
+            except BaseException as exc:
+                self._fetches.failed(fetch, reason_of(exc))
+                raise
+            if begun.peer_id not in ("", peer.peer_id):
+                # Over the connection that the successor answered on, before it is closed.
+                await self._fetches.give_up(fetch, RESTARTED)
+                self._peers.forget(peer.peer_id)
+                if is_last or not target.is_owner(begun.peer_id):
+                    raise _restarted(target, begun.peer_id)
+                continue
+            if begun.error is not None:
+                self._fetches.failed(fetch, reason_of(begun.error))
+                raise begun.error
+            if begun.view is None:
+                self._fetches.discard(fetch)
+                return None
+            return fetch, begun.view
+        raise AssertionError("the last try returns or raises")
+
+    def _new_fetch(self, target: Target, peer: Peer) -> Fetch:
+        fetch = Fetch(
+            transfer_id=f"{self._identity.engine_id}-{secrets.token_hex(8)}",
+            peer_id=peer.peer_id,
+            connector=peer.connector,
+            origin=target.origin,
+            running=target.running,
+        )
+        self._fetches.begun(fetch, target.deadline_s)
+        return fetch
+
+    async def _owner(self, target: Target) -> Peer:
+        peer = await self._peers.reach(target.address, target.deadline_s)
+        if not target.is_owner(peer.peer_id):
+            # Either side may be behind: the peer known here, or who named the owner. A live peer is not dropped for that.
+            peer = await self._peers.confirm(peer, target.deadline_s)
+        if not target.is_owner(peer.peer_id):
+            raise _restarted(target, peer.peer_id)
+        return peer
+
+
+def reason_of(error: BaseException) -> str:
+    """One word for metrics and the debug header."""
+    if isinstance(error, PeerUnavailable):
+        return "peer_unavailable"
+    if isinstance(error, HandshakeRefused):
+        return "handshake_refused"
+    if isinstance(error, TimeoutError):
+        return PullEnd.TIMEOUT
+    if not isinstance(error, MeshError):
+        return ABORTED
+    word = error.message.partition(":")[0]
+    return word if word.isidentifier() else "transfer_failed"
+
+
+def _restarted(target: Target, peer_id: str) -> TransferFailed:
+    return TransferFailed(f"{RESTARTED}: {target.address} is {peer_id}, not {target.owner_name or 'who it was'}")
