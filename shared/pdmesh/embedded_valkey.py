@@ -4,6 +4,7 @@ It is reachable by this user only: over a Unix socket in a private folder, or on
 bounds its memory, evicts what was used longest ago, and dies with the process that started it.
 """
 
+import functools
 import importlib.util
 import os
 import platform
@@ -79,7 +80,7 @@ def start(
             stderr=subprocess.STDOUT,
             # Its own session: Ctrl-C in the terminal reaches the one who started it, who then stops it in order.
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     started = EmbeddedValkey(url=command.url, process=process, log_path=log_path)
     try:

@@ -34,6 +34,7 @@ from pdmesh.connector.nixl_messages import (
 )
 from pdmesh.connector.pool import KVPool
 from pdmesh.errors import HandshakeRefused
+from pdmesh.parent import tied_command
 
 log = logging.getLogger(__name__)
 
@@ -157,9 +158,9 @@ class NixlHelper:
             return why
 
     def _spawn(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
-        arguments = [str(theirs.fileno()), str(self._pool.fd), str(os.getpid())]
+        arguments = [str(theirs.fileno()), str(self._pool.fd)]
         return subprocess.Popen(
-            [sys.executable, "-m", "pdmesh.connector.nixl_process", *arguments],
+            tied_command("pdmesh.connector.nixl_process", *arguments),
             pass_fds=(theirs.fileno(), self._pool.fd),
             env=self._ucx_defaults | dict(os.environ),
             stdin=subprocess.DEVNULL,

@@ -1,8 +1,8 @@
 """The NIXL helper process: an agent over the engine's pool, so that a crash in native code fails transfers and not the engine.
 
-`python -m pdmesh.connector.nixl_process SOCKET_FD POOL_FD PARENT_PID`. It sleeps on its socket, looks at NIXL every
-fraction of a millisecond only while reads run, and ends with its parent. A read that was posted cannot be taken back: a
-cancelled pull ends when NIXL says that its read has, and the engine kills this process when that takes too long.
+Started tied to the engine (`pdmesh.parent`), with SOCKET_FD and POOL_FD as arguments. It sleeps on its socket, looks at
+NIXL every fraction of a millisecond only while reads run, and ends with its parent. A read that was posted cannot be taken
+back: a cancelled pull ends when NIXL says that its read has, and the engine kills this process when that takes too long.
 """
 
 import os
@@ -37,7 +37,6 @@ from pdmesh.connector.nixl_messages import (
     to_helper_decoder,
 )
 from pdmesh.connector.pool import PoolShape
-from pdmesh.parent import die_with_parent
 
 ArgumentT = TypeVar("ArgumentT")
 
@@ -176,8 +175,7 @@ def _quietly(call: Callable[[ArgumentT], None], argument: ArgumentT) -> bool:
 
 def main() -> None:
     """Serve one engine until it closes the socket."""
-    socket_fd, pool_fd, parent_pid = (int(argument) for argument in sys.argv[1:4])
-    die_with_parent(parent_pid)
+    socket_fd, pool_fd = (int(argument) for argument in sys.argv[1:3])
     # Ctrl-C reaches the whole process group; the engine decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=socket_fd)

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 
@@ -20,6 +19,7 @@ from pdmesh.engine.core_channel import CoreChannel
 from pdmesh.engine.launch import Launch, engine_config_json
 from pdmesh.engine.messages import CoreFailed, CoreProgress, CoreReady, FromCore, Shutdown, ToCore
 from pdmesh.errors import InternalError, from_code
+from pdmesh.parent import tied_command
 
 log = logging.getLogger(__name__)
 
@@ -113,10 +113,7 @@ class CoreClient:
         # Spinning, with other engines on the same two cores, made a decode step 17 times as long (3.3 s, not 0.19 s).
         os.putenv("OMP_WAIT_POLICY", "passive")
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "pdmesh.engine.core_process",
-            str(os.getpid()),
+            *tied_command("pdmesh.engine.core_process"),
             stdin=asyncio.subprocess.PIPE,
             pass_fds=[self.pool_fd],
         )

@@ -1,6 +1,6 @@
-"""The engine core's process: `python -m pdmesh.engine.core_process PARENT_PID`, with a `Launch` as JSON on standard input.
+"""The engine core's process, started tied to its parent (`pdmesh.parent`), with a `Launch` as JSON on standard input.
 
-Its life: die with the parent, load the model, size and bind the KV pool, register it with the connectors, say that it is
+Its life: load the model, size and bind the KV pool, register it with the connectors, say that it is
 ready, serve until Shutdown. What it cannot do becomes a CoreFailed.
 """
 
@@ -32,7 +32,6 @@ from pdmesh.engine.scheduler import Scheduler
 from pdmesh.engine.sizing import Sizes, resolve_limits, resolve_sizes
 from pdmesh.errors import InternalError, MeshError
 from pdmesh.logging import setup_logging
-from pdmesh.parent import die_with_parent
 from pdmesh.security import MeshSecret
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ LINGER_MS = 2000
 
 def main() -> int:
     """Live as a core. Returns the exit code: 0 told to stop, 1 failed."""
-    die_with_parent(int(sys.argv[1]))
     # The server ends its core with a message, so that requests are told; a terminal's Ctrl-C reaches both.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
