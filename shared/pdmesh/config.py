@@ -7,10 +7,12 @@ user's files go, and who starts a process (the supervisor, the NIXL connector's 
 """
 
 import argparse
+import difflib
 import os
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -42,6 +44,8 @@ class ServiceConfig(Settings):
     """One line of text or one JSON object per record."""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
     """Seconds that running requests get to finish after SIGTERM; then they are aborted and told so."""
+    check_config: bool = False
+    """Only check the configuration, as far as that is cheap, and end with code 0, or 2 and one line."""
     notify_fd: int = Field(default=-1, ge=-1)
     """Inherited descriptor to report start-up progress and readiness on, as JSON lines; set by `pdmesh up`."""
 
@@ -58,8 +62,10 @@ class HttpConfig(Settings):
     """Keys that clients may use, comma-separated; each is a tenant with a prefix cache of its own. Empty: no check."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 30)
     """Largest request body; a larger one is a 413."""
+    body_timeout_s: float = Field(default=30.0, gt=0, le=3600)
+    """Seconds that a request's body may pause while it comes; then it is a 408."""
     request_timeout_s: float = Field(default=600.0, gt=0, le=86400)
-    """Seconds a request may take in all; then it fails with 504."""
+    """Seconds a request may take in all; then it fails with 504. Its body has as long to come, before that."""
     max_logprobs: int = Field(default=20, ge=0, le=1000)
     """Most alternatives a request may ask for per token."""
     allowed_origins: list[str] = []
@@ -123,6 +129,9 @@ class EngineConfig(ServiceConfig, HttpConfig):
 
 ConfigT = TypeVar("ConfigT", bound=Settings)
 
+ENV_PREFIX = "PDMESH_"
+# How alike an unknown name and a known one must be for the one to be a misspelling of the other.
+NAME_CUTOFF = 0.8
 _POSITIONAL = "positional argument"
 
 
@@ -150,9 +159,7 @@ def load_config(
     path = flags.pop("config") or env.get("PDMESH_CONFIG", "")
     values = _from_toml(cls, path) if path else {}
     values |= {
-        name: _split(cls, name, env[f"PDMESH_{name.upper()}"])
-        for name in cls.model_fields
-        if env.get(f"PDMESH_{name.upper()}", "") != ""
+        name: _split(cls, name, env[variable(name)]) for name in cls.model_fields if env.get(variable(name), "") != ""
     }
     values |= {name: _split(cls, name, value) for name, value in flags.items() if value is not None}
     try:
@@ -161,10 +168,35 @@ def load_config(
         raise ConfigError(f"{prog}: {_one_line(exc)}") from exc
 
 
+def variable(name: str) -> str:
+    """Name of a setting's environment variable."""
+    return ENV_PREFIX + name.upper()
+
+
+def unknown_variables(cls: type[Settings], environ: Iterable[str]) -> list[str]:
+    """One line for each PDMESH_ variable that looks like a misspelt setting of `cls`.
+
+    Others are left alone: they may belong to another service that is started from the same environment.
+    """
+    known = ["CONFIG", *map(str.upper, cls.model_fields)]
+    lines = []
+    for name in sorted(name.removeprefix(ENV_PREFIX) for name in environ if name.startswith(ENV_PREFIX)):
+        near = [] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=NAME_CUTOFF)
+        if near:
+            lines.append(f"environment variable {ENV_PREFIX}{name} means nothing here; is it {ENV_PREFIX}{near[0]}?")
+    return lines
+
+
 def _parser(cls: type[Settings], prog: str, positional: str | None) -> argparse.ArgumentParser:
-    usage = "%(prog)s [options]" + (f" [{positional}]" if positional else "")
+    usage = "%(prog)s [options]" + (f" [{positional.upper()}]" if positional else "")
     parser = argparse.ArgumentParser(
-        prog=prog, usage=usage, description=cls.__doc__, exit_on_error=False, allow_abbrev=False
+        prog=prog,
+        usage=usage,
+        description=cls.__doc__,
+        epilog=f"Each --some-setting is also the environment variable {variable('some_setting')} and the key some_setting "
+        "of the TOML file; a flag wins over the environment, the environment over the file.",
+        exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.error = _raise_config_error(prog)  # type: ignore[method-assign]
     parser.add_argument("--config", default="", metavar="FILE", help="TOML file with any of the settings below")
@@ -175,13 +207,21 @@ def _parser(cls: type[Settings], prog: str, positional: str | None) -> argparse.
         text += "" if default in ("", None) else f" (default: {default})"
         if name == positional:
             # Under a name of its own: argparse writes the default of an absent positional over the flag's value.
-            parser.add_argument(_POSITIONAL, metavar=name, nargs="?", default=None, help=text)
+            parser.add_argument(_POSITIONAL, metavar=name.upper(), nargs="?", default=None, help=text)
             parser.add_argument(flag, default=None, help=argparse.SUPPRESS)
         elif field.annotation is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            parser.add_argument(flag, default=None, metavar="VALUE", help=text)
+            parser.add_argument(flag, default=None, metavar=_metavar(field.annotation), help=text)
     return parser
+
+
+def _metavar(annotation: Any) -> str:
+    """The allowed values where they are few, else VALUE."""
+    if get_origin(annotation) is list:
+        item = _metavar(get_args(annotation)[0])
+        return item if item == "VALUE" else f"{item},..."
+    return "|".join(map(str, get_args(annotation))) if get_origin(annotation) is Literal else "VALUE"
 
 
 def _raise_config_error(prog: str) -> Any:

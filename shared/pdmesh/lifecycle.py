@@ -1,10 +1,12 @@
 """The life of a service: configuration, logging, an event loop that ends on SIGTERM, its HTTP and gRPC ports.
 
-A service's main is `run_service("decode", DecodeConfig, serve, argv)`, where `serve(config, life)` opens its resources with
-`async with`, calls `life.ready()` and waits for `life.stopped()`. Leaving the contexts is the shutdown.
+A service's main is `run_service("decode", DecodeConfig, serve, argv, check=check)`. `check(config)` refuses cheaply what
+cannot work; with `--check-config` that is all. `serve(config, life)` opens its resources with `async with`, calls
+`life.ready()` and waits for `life.stopped()`. Leaving the contexts is the shutdown.
 """
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -21,8 +23,9 @@ import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdmesh.config import ServiceConfig, load_config
+from pdmesh.config import ServiceConfig, load_config, unknown_variables
 from pdmesh.errors import ConfigError, MeshError
+from pdmesh.http_protocol import BoundedHttpProtocol
 from pdmesh.logging import setup_logging
 from pdmesh.parent import die_with_parent
 from pdmesh.security import AuthInterceptor, MeshSecret
@@ -31,10 +34,12 @@ __all__ = [
     "GRPC_OPTIONS",
     "Life",
     "advertised_host",
+    "check_ports",
     "die_with_parent",
     "grpc_server",
     "http_server",
     "run_service",
+    "unless_stopped_early",
 ]
 
 log = logging.getLogger(__name__)
@@ -65,6 +70,7 @@ class Life:
         self._stop = asyncio.Event()
         self._notify_fd = notify_fd
         self.exit_error: MeshError | None = None
+        self.is_ready = False
 
     def stop(self, error: MeshError | None = None) -> None:
         """Ask for shutdown; with an error the process ends with a non-zero code and that line."""
@@ -85,6 +91,7 @@ class Life:
 
     def ready(self, **facts: object) -> None:
         """Report that the service now takes work."""
+        self.is_ready = True
         self._notify({"ready": True, **facts})
 
     def _notify(self, message: dict[str, object]) -> None:
@@ -103,32 +110,91 @@ def run_service(
     serve: Callable[[ServiceConfigT, Life], Awaitable[None]],
     argv: list[str] | None = None,
     positional: str | None = None,
+    check: Callable[[ServiceConfigT], Awaitable[None]] | None = None,
 ) -> int:
     """Run a service until SIGTERM or SIGINT and return its exit code: 0 done, 1 failed, 2 cannot start as configured."""
+    prog = f"pdmesh {name}"
     try:
-        config = load_config(
-            config_class, sys.argv[1:] if argv is None else argv, prog=f"pdmesh {name}", positional=positional
-        )
+        config = load_config(config_class, sys.argv[1:] if argv is None else argv, prog=prog, positional=positional)
         setup_logging(name, config.log_level, config.log_format)
+        for line in unknown_variables(config_class, os.environ):
+            log.warning("%s", line)
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-            runner.run(_live(config, serve))
-    except ConfigError as exc:
-        sys.stderr.write(f"pdmesh {name}: {exc.message.removeprefix(f'pdmesh {name}: ')}\n")
-        return 2
+            if not runner.run(_live(config, serve, check)):
+                # A thread that still reads a model cannot be interrupted, and Python would wait for it.
+                sys.stderr.flush()
+                os._exit(0)
     except MeshError as exc:
-        sys.stderr.write(f"pdmesh {name}: {exc.message}\n")
-        return 1
+        return _end_with(prog, exc)
+    except BaseExceptionGroup as group:
+        error = _only_mesh_errors(group)
+        if error is None:
+            raise
+        return _end_with(prog, error)
     return 0
 
 
-async def _live(config: ServiceConfigT, serve: Callable[[ServiceConfigT, Life], Awaitable[None]]) -> None:
+def _end_with(prog: str, error: MeshError) -> int:
+    sys.stderr.write(f"{prog}: {error.message.removeprefix(f'{prog}: ')}\n")
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _only_mesh_errors(group: BaseExceptionGroup[BaseException]) -> MeshError | None:
+    """The error to tell of when every leaf is one of ours, a ConfigError first; None when something else is among them."""
+    leaves: list[MeshError] = []
+    for exc in group.exceptions:
+        found = _only_mesh_errors(exc) if isinstance(exc, BaseExceptionGroup) else exc
+        if not isinstance(found, MeshError):
+            return None
+        leaves.append(found)
+    return next((leaf for leaf in leaves if isinstance(leaf, ConfigError)), leaves[0])
+
+
+async def _live(
+    config: ServiceConfigT,
+    serve: Callable[[ServiceConfigT, Life], Awaitable[None]],
+    check: Callable[[ServiceConfigT], Awaitable[None]] | None,
+) -> bool:
+    """Check and serve. False when it was told to stop before it was ready: threads may still be at work."""
     life = Life(config.notify_fd)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, life.stop)
-    await serve(config, life)
+    if not await unless_stopped_early(_check_and_serve(config, life, serve, check), life):
+        return False
     if life.exit_error is not None:
         raise life.exit_error
+    return True
+
+
+async def _check_and_serve(
+    config: ServiceConfigT,
+    life: Life,
+    serve: Callable[[ServiceConfigT, Life], Awaitable[None]],
+    check: Callable[[ServiceConfigT], Awaitable[None]] | None,
+) -> None:
+    if check is not None:
+        await check(config)
+    if not config.check_config:
+        await serve(config, life)
+
+
+async def unless_stopped_early(serving: Awaitable[None], life: Life) -> bool:
+    """Await `serving`; when `life` is told to stop before it is ready, cancel it, let it clean up and return False."""
+    task = asyncio.ensure_future(serving)
+    stopped = asyncio.create_task(life.stopped())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and not life.is_ready and life.exit_error is None:
+            task.cancel()
+        await asyncio.wait({task})
+    finally:
+        task.cancel()
+        stopped.cancel()
+    if task.cancelled():
+        return False
+    task.result()
+    return True
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -147,15 +213,19 @@ def advertised_host(config: ServiceConfig) -> str:
     return socket.gethostname() if config.host in ("0.0.0.0", "::") else config.host
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise ConfigError when a port cannot be bound, before a service spends minutes on loading a model."""
-    _bind(host, port).close()
+def check_ports(host: str, **ports: int) -> None:
+    """Raise ConfigError when a port cannot be bound, before a service spends minutes on loading a model.
+
+    Each is named as its setting is: `check_ports(host, port=8200, grpc_port=8201)`.
+    """
+    for setting, port in ports.items():
+        _bind(host, port, setting).close()
 
 
 @asynccontextmanager
 async def http_server(app: Any, host: str, port: int) -> AsyncIterator[int]:
     """Serve an ASGI app; yields the bound port. Raises ConfigError when the port is taken. Closing waits for no client."""
-    bound = _bind(host, port)
+    bound = _bind(host, port, "port")
     # From here on clients can connect; they wait in the backlog until uvicorn has started.
     bound.listen(HTTP_BACKLOG)
     server = _QuietServer(
@@ -166,7 +236,8 @@ async def http_server(app: Any, host: str, port: int) -> AsyncIterator[int]:
             lifespan="off",
             date_header=False,
             timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=64 << 10,
+            http=BoundedHttpProtocol,
+            ws="none",
         )
     )
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
@@ -205,11 +276,11 @@ async def grpc_server(
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    _bind(host, port).close()
+    _bind(host, port, "grpc_port").close()
     try:
         bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except RuntimeError as exc:
-        raise _port_in_use(host, port) from exc
+        raise _port_in_use(host, port, "grpc_port") from exc
     await server.start()
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -220,7 +291,7 @@ async def grpc_server(
         await server.stop(grace=1.0)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, setting: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; else small answers wait 40 ms for an ACK.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -229,11 +300,17 @@ def _bind(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except OSError as exc:
         bound.close()
-        if isinstance(exc, socket.gaierror) or exc.errno == 99:
+        if isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(f"host {host!r} is not an address of this machine") from exc
-        raise _port_in_use(host, port) from exc
+        if exc.errno == errno.EACCES:
+            raise ConfigError(f"port {port} is for the superuser; choose another --{_flag(setting)}") from exc
+        raise _port_in_use(host, port, setting) from exc
     return bound
 
 
-def _port_in_use(host: str, port: int) -> ConfigError:
-    return ConfigError(f"port {port} on {host} is in use; stop what listens there or choose another port")
+def _port_in_use(host: str, port: int, setting: str) -> ConfigError:
+    return ConfigError(f"port {port} on {host} is in use; stop what listens there or choose another --{_flag(setting)}")
+
+
+def _flag(setting: str) -> str:
+    return setting.replace("_", "-")

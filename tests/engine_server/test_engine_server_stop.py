@@ -9,9 +9,10 @@ import httpx
 import pytest
 
 from pdmesh.config import EngineConfig
+from pdmesh.engine.server.preflight import check_engine
 from pdmesh.engine.server.service import serve_engine
 from pdmesh.errors import ConfigError, Draining
-from pdmesh.lifecycle import Life
+from pdmesh.lifecycle import Life, unless_stopped_early
 from support.engines import loop_thread, proxy_session, request, start_engines
 
 
@@ -49,14 +50,14 @@ def test_drain_lets_requests_finish_refuses_new_ones_and_ends_the_rest(tiny_mode
 def test_an_engine_that_cannot_start_says_why(settings: dict[str, Any], says: str) -> None:
     config = EngineConfig(**({"port": 0, "grpc_port": 0, "model": "/no/such/model"} | settings))
     with pytest.raises(ConfigError, match=says):
-        asyncio.run(serve_engine(config, Life(), "decode"))
+        asyncio.run(check_engine(config))
 
 
 def test_a_stop_while_starting_ends_it(tiny_model: str) -> None:
     async def body() -> None:
         config = EngineConfig(model=tiny_model, port=0, grpc_port=0, cpu_threads=1)
         life = Life()
-        serving = asyncio.create_task(serve_engine(config, life, "decode"))
+        serving = asyncio.create_task(unless_stopped_early(serve_engine(config, life, "decode"), life))
         await asyncio.sleep(0.3)
         life.stop()
         await asyncio.wait_for(serving, 3)
@@ -70,5 +71,5 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(tiny_model: str) -> Non
         config = EngineConfig(model=tiny_model, port=0, grpc_port=port)
         before = time.monotonic()
         with pytest.raises(ConfigError, match=f"port {port}"):
-            asyncio.run(serve_engine(config, Life(), "decode"))
+            asyncio.run(check_engine(config))
         assert time.monotonic() - before < 1.0

@@ -1,5 +1,6 @@
 """Life of the decode service."""
 
+from pdmesh.engine.server.preflight import check_engine
 from pdmesh.engine.server.service import serve_engine
 from pdmesh.lifecycle import Life, run_service
 from pdmesh_decode.config import DecodeConfig
@@ -12,4 +13,4 @@ async def serve(config: DecodeConfig, life: Life) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Load configuration, serve until told to stop, return the exit code."""
-    return run_service("decode", DecodeConfig, serve, argv, positional="model")
+    return run_service("decode", DecodeConfig, serve, argv, positional="model", check=check_engine)

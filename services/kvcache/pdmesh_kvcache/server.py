@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pdmesh.lifecycle import Life, grpc_server, http_server
+from pdmesh.lifecycle import Life, check_ports, grpc_server, http_server
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.security import MeshSecret
@@ -32,6 +32,17 @@ log = logging.getLogger(__name__)
 
 # Pulls take milliseconds; what takes longer at shutdown is not worth waiting for.
 STORE_DRAIN_S = 2.0
+
+
+async def check(config: KVCacheConfig) -> None:
+    """Raise ConfigError for what cannot work, as far as milliseconds tell; a Valkey that must be there is asked."""
+    MeshSecret.load(config)
+    check_ports(config.host, port=config.port, grpc_port=config.grpc_port)
+    if not config.valkey:
+        return
+    async with Valkey(config) as valkey:
+        if config.valkey_required:
+            await valkey.require()
 
 
 async def serve(config: KVCacheConfig, life: Life) -> None:

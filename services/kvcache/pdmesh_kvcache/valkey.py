@@ -103,6 +103,16 @@ class Valkey:
         async with self._translated():
             await self._client.ping()
 
+    async def require(self) -> None:
+        """Return when the server answers now; raises ConfigError with the remedies when it does not."""
+        try:
+            await self.ping()
+        except PeerError as exc:
+            raise ConfigError(
+                f"valkey: {self.shown_url} cannot be used: {exc.message}; start it, fix --valkey, or pass "
+                "--no-valkey-required to start without it and connect when it comes"
+            ) from exc
+
     async def fetch(self, names: list[str]) -> list[bytes | None]:
         """Read values; None for each that is not there."""
         async with self._translated():

@@ -5,7 +5,8 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 from pdmesh.errors import ConfigError
-from pdmesh.lifecycle import Life, http_server, run_service
+from pdmesh.lifecycle import Life, check_ports, http_server, run_service
+from pdmesh.models.source import read_config, resolve
 from pdmesh.openai.app import create_app
 from pdmesh.openai.text import load_text_model
 from pdmesh.security import MeshSecret
@@ -17,12 +18,11 @@ from pdmesh_proxy.metrics import ProxyMetrics
 
 def main(argv: list[str] | None = None) -> int:
     """Run the proxy until SIGTERM; returns the exit code."""
-    return run_service("proxy", ProxyConfig, serve, argv, positional="model")
+    return run_service("proxy", ProxyConfig, serve, argv, positional="model", check=check)
 
 
 async def serve(config: ProxyConfig, life: Life) -> None:
     """Load the tokenizer, join the engines, answer HTTP until told to stop, then let running requests end."""
-    _check(config)
     secret = MeshSecret.load(config)
     life.progress("loading the tokenizer", 0.0)
     text = await asyncio.to_thread(load_text_model, config.model)
@@ -37,7 +37,8 @@ async def serve(config: ProxyConfig, life: Life) -> None:
             await generator.drain(config.drain_timeout_s)
 
 
-def _check(config: ProxyConfig) -> None:
+async def check(config: ProxyConfig) -> None:
+    """Raise ConfigError for what cannot work, as far as milliseconds tell."""
     if not config.model:
         raise ConfigError(
             "model is required: a Hugging Face directory or id, or a GGUF file, the same as the engines' "
@@ -45,3 +46,7 @@ def _check(config: ProxyConfig) -> None:
         )
     if not config.prefill and not config.decode:
         raise ConfigError("no engines: name some with --prefill and --decode (host:port or file:PATH)")
+    MeshSecret.load(config)
+    check_ports(config.host, port=config.port)
+    # In a thread: a Hugging Face id may have to be downloaded.
+    await asyncio.to_thread(lambda: read_config(resolve(config.model)))

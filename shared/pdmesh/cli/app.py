@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pdmesh.supervisor.roles import Role
 
 CHAT_URL = "http://127.0.0.1:8000/v1"
-SERVE_PORT = "8000"
 SCALE_TIMEOUT_S = 900.0
 
 # Services read their own flags, environment and TOML file; this command hands everything on, `--help` too.
@@ -82,11 +81,8 @@ def kvcache(context: typer.Context) -> None:
 
 @app.command(context_settings=PASS_ON)
 def serve(context: typer.Context) -> None:
-    """Run one engine alone behind the OpenAI API: pdmesh serve MODEL (`pdmesh serve --help`)."""
-    args = ["--role", "both", *context.args]
-    if not any(arg == "--port" or arg.startswith("--port=") for arg in args):
-        args = ["--port", SERVE_PORT, *args]
-    _become("decode", args)
+    """Run one engine alone behind the OpenAI API on port 8000: pdmesh serve MODEL (`pdmesh serve --help`)."""
+    _become("decode.serve", context.args)
 
 
 @app.command()

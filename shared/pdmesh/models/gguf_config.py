@@ -4,6 +4,7 @@ import struct
 from typing import Any
 
 from pdmesh.errors import ConfigError
+from pdmesh.models.architectures import supported_architecture
 from pdmesh.models.gguf_metadata import GGUFMetadata
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -13,8 +14,12 @@ F32 = 0
 
 
 def gguf_config(metadata: GGUFMetadata) -> dict[str, Any]:
-    """Translate. Keys as `source.read_config` promises; an unknown architecture keeps its name, for the registry to refuse."""
+    """Translate. Keys as `source.read_config` promises.
+
+    Raises ConfigError, for an architecture that is not supported before anything else.
+    """
     arch = metadata.architecture
+    name = supported_architecture([ARCHITECTURES.get(arch, arch)], str(metadata.path))
     tokens = metadata.get("tokenizer.ggml.tokens")
     vocab_size = len(tokens) if isinstance(tokens, list) else metadata.integer(f"{arch}.vocab_size")
     hidden_size = metadata.integer(f"{arch}.embedding_length")
@@ -24,7 +29,7 @@ def gguf_config(metadata: GGUFMetadata) -> dict[str, Any]:
     embedding = metadata.tensors.get("token_embd.weight")
     return {
         "model_type": arch,
-        "architectures": [ARCHITECTURES.get(arch, arch)],
+        "architectures": [name],
         "num_hidden_layers": metadata.integer(f"{arch}.block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.integer(f"{arch}.attention.head_count_kv", num_heads),

@@ -3,18 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from pdmesh.errors import ConfigError
+from pdmesh.models.architectures import supported_architecture
 from pdmesh.models.model_config import ModelConfig, common_fields
 
 
 def parse_model_config(config: dict[str, Any], model: str) -> ModelConfig:
     """Turn what `source.read_config` gave into a ModelConfig; raises ConfigError that lists what is supported."""
-    names = config.get("architectures") or [config["model_type"]]
-    known = next((name for name in names if name in ARCHITECTURES), None)
-    if known is None:
-        raise ConfigError(
-            f"{model}: architecture {names[0]} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
-        )
+    known = supported_architecture(config.get("architectures") or [config["model_type"]], model)
     fields = common_fields(config, model) | ARCHITECTURES[known](config)
     windows = fields.pop("windows", None) or (None,) * fields["num_layers"]
     return ModelConfig(architecture=known, windows=windows, **fields)
@@ -55,4 +50,4 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
 }
-"""Hugging Face's class name -> the ModelConfig fields that only it decides."""
+"""Each of `architectures.SUPPORTED` -> the ModelConfig fields that only it decides."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pdmesh.errors import ConfigError
+from pdmesh.models.architectures import supported_architecture
 from pdmesh.models.gguf_config import gguf_config
 from pdmesh.models.gguf_metadata import GGUFMetadata, read_gguf_metadata
 
@@ -60,6 +61,10 @@ def read_config(source: ModelSource) -> dict[str, Any]:
     Raises ConfigError.
     """
     config = gguf_config(read_gguf_metadata(source.path)) if source.kind == "gguf" else _hf_config(source.path)
+    names = config["architectures"] or ([config["model_type"]] if config.get("model_type") else [])
+    if names:
+        # First of all: what another architecture lacks is no fault of its files.
+        supported_architecture(names, str(source.path))
     missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
         raise ConfigError(f"{source.path}: the model's configuration lacks {', '.join(missing)}; is it a causal LM?")

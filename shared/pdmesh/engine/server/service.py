@@ -13,8 +13,8 @@ from pdmesh.engine.server.assembly import Engine, assemble
 from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.identity import Role, identify
 from pdmesh.engine.server.stats_log import log_stats
-from pdmesh.errors import ConfigError, InternalError, MeshError
-from pdmesh.lifecycle import Life, advertised_host, check_port, grpc_server, http_server
+from pdmesh.errors import InternalError, MeshError
+from pdmesh.lifecycle import Life, advertised_host, grpc_server, http_server
 from pdmesh.models.source import resolve
 from pdmesh.openai.app import create_app
 from pdmesh.openai.text import TextModel, load_text_model
@@ -24,28 +24,8 @@ log = logging.getLogger(__name__)
 
 
 async def serve_engine(config: EngineConfig, life: Life, role: Role) -> None:
-    """Run an engine until told to stop; being told so while it starts ends it at once."""
-    started = asyncio.Event()
-    serving = asyncio.create_task(_serve(config, life, role, started))
-    stopped = asyncio.create_task(life.stopped())
-    try:
-        await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not started.is_set() and stopped.done():
-            serving.cancel()
-        await asyncio.wait({serving})
-    finally:
-        serving.cancel()
-        stopped.cancel()
-    if not serving.cancelled():
-        serving.result()
-
-
-async def _serve(config: EngineConfig, life: Life, role: Role, started: asyncio.Event) -> None:
-    if not config.model:
-        raise ConfigError("model is not set: name a Hugging Face directory or id, or a GGUF file")
+    """Run an engine, whose configuration has passed `check_engine`, until told to stop."""
     secret = MeshSecret.load(config)
-    for port in (config.port, config.grpc_port):
-        check_port(config.host, port)
     source = await asyncio.to_thread(resolve, config.model)
     identity = identify(config, role, source.name)
     async with (
@@ -99,7 +79,6 @@ async def _serve(config: EngineConfig, life: Life, role: Role, started: asyncio.
                     grpc_port,
                 )
                 life.ready(http_port=http_port, grpc_port=grpc_port, engine_id=identity.engine_id)
-                started.set()
                 await life.stopped()
                 await engine.drain(config.drain_timeout_s)
 

@@ -23,11 +23,13 @@ def load_text_model(model: str) -> TextModel:
 
 
 def _from_directory(source: ModelSource) -> TextModel:
+    # The configuration first: an architecture that is not supported is named before a tokenizer that is not there.
+    config = read_config(source)
     found = read_hf_tokenizer(source.path)
     return TextModel(
         name=source.name,
         tokenizer=found.tokenizer,
-        eos_token_ids=read_config(source)["eos_token_id"],
+        eos_token_ids=config["eos_token_id"],
         chat_template=found.chat_template,
         special_tokens=found.special_tokens,
     )
@@ -35,13 +37,14 @@ def _from_directory(source: ModelSource) -> TextModel:
 
 def _from_gguf(source: ModelSource) -> TextModel:
     metadata = read_gguf_metadata(source.path)
+    config = gguf_config(metadata)
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise ConfigError(f"{source.path}: GGUF key tokenizer.chat_template must be a string; use another file")
     return TextModel(
         name=source.name,
         tokenizer=build_gguf_tokenizer(metadata),
-        eos_token_ids=gguf_config(metadata)["eos_token_id"],
+        eos_token_ids=config["eos_token_id"],
         chat_template=template,
         special_tokens=_special_tokens(metadata),
     )
