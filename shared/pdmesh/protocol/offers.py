@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pdmesh.errors import Forbidden, TransferFailed
+from pdmesh.protocol.deadlines import Deadlines
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.states import (
     OFFER_TABLE,
@@ -71,7 +72,7 @@ class _Offer:
     digest: bytes
     lease_s: float
     release_on_commit: bool
-    deadline_s: float
+    deadline_s: float = 0.0
     state: OfferState = OfferState.OPEN
     groups: list[GroupBlocks] = field(default_factory=list)
     num_tokens: int = 0
@@ -104,6 +105,9 @@ class OfferTable:
         self._clock = clock
         self._offers: dict[str, _Offer] = {}
         self._transfers: dict[str, _Transfer] = {}
+        self._offers_due: Deadlines[str] = Deadlines()
+        """Of offers that have not closed."""
+        self._transfers_due: Deadlines[str] = Deadlines()
         self._ended: list[EndedOffer] = []
         self._past_offers: OrderedDict[str, Reason] = OrderedDict()
         self._past_transfers: OrderedDict[str, TransferState] = OrderedDict()
@@ -133,14 +137,15 @@ class OfferTable:
         """Start an offer. Its lease starts at the seal; until then it lives `seal_within_s`, the request's own deadline."""
         if offer_id in self._offers or offer_id in self._past_offers:
             raise ValueError(f"offer {offer_id} was opened before")
-        self._offers[offer_id] = _Offer(
+        offer = _Offer(
             offer_id=offer_id,
             request_id=request_id,
             digest=digest,
             lease_s=lease_s,
             release_on_commit=release_on_commit,
-            deadline_s=self._clock() + seal_within_s,
         )
+        self._offers[offer_id] = offer
+        self._hold_until(offer, self._clock() + seal_within_s)
 
     def seal(self, offer_id: str, groups: list[GroupBlocks], num_tokens: int) -> bool:
         """Say that the blocks are complete. False when the offer has ended meanwhile: there is nothing more to do."""
@@ -150,7 +155,7 @@ class OfferTable:
             return False
         offer.on(OfferEvent.SEAL)
         offer.groups, offer.num_tokens = groups, num_tokens
-        offer.deadline_s = self._clock() + offer.lease_s
+        self._hold_until(offer, self._clock() + offer.lease_s)
         return True
 
     def begin(
@@ -204,7 +209,7 @@ class OfferTable:
         if offer is None or offer.state is OfferState.CLOSING:
             return False
         if offer.state is OfferState.SEALED:
-            offer.deadline_s = max(offer.deadline_s, self._clock() + offer.lease_s)
+            self._hold_until(offer, max(offer.deadline_s, self._clock() + offer.lease_s))
         return True
 
     def renew_transfer(self, transfer_id: str) -> bool:
@@ -243,19 +248,17 @@ class OfferTable:
             self.release(offer_id)
 
     def expire(self) -> None:
-        """End what is over its lease. Looks at everything: a long lease in front hides no short one behind it."""
+        """End what is over its lease."""
         now = self._clock()
-        for transfer in [each for each in self._transfers.values() if each.deadline_s <= now]:
-            self._end_transfer(transfer, TransferEvent.EXPIRE)
-        for offer in [each for each in self._offers.values() if each.deadline_s <= now]:
-            if offer.state is not OfferState.CLOSING:
-                self._close(offer, Reason.EXPIRED)
+        for transfer_id in self._transfers_due.take_due(now):
+            self._end_transfer(self._transfers[transfer_id], TransferEvent.EXPIRE)
+        for offer_id in self._offers_due.take_due(now):
+            self._close(self._offers[offer_id], Reason.EXPIRED)
 
     def next_deadline(self) -> float | None:
         """Clock time at which `expire` will next have something to do, None when nothing is open."""
-        deadlines = [transfer.deadline_s for transfer in self._transfers.values()]
-        deadlines += [offer.deadline_s for offer in self._offers.values() if offer.state is not OfferState.CLOSING]
-        return min(deadlines, default=None)
+        deadlines = (self._transfers_due.next_s(), self._offers_due.next_s())
+        return min((each for each in deadlines if each is not None), default=None)
 
     def take_ended(self) -> list[EndedOffer]:
         """Return the offers that ended since the last call; each appears in exactly one answer."""
@@ -278,12 +281,19 @@ class OfferTable:
     def _extend(self, transfer: _Transfer) -> None:
         until = min(self._clock() + TRANSFER_LEASE_S, transfer.last_deadline_s)
         transfer.deadline_s = max(transfer.deadline_s, until)
+        self._transfers_due.set(transfer.transfer_id, transfer.deadline_s)
         # An offer never ends by its own lease under a transfer that is within its.
-        transfer.offer.deadline_s = max(transfer.offer.deadline_s, transfer.deadline_s)
+        if transfer.offer.state is not OfferState.CLOSING:
+            self._hold_until(transfer.offer, max(transfer.offer.deadline_s, transfer.deadline_s))
+
+    def _hold_until(self, offer: _Offer, deadline_s: float) -> None:
+        offer.deadline_s = deadline_s
+        self._offers_due.set(offer.offer_id, deadline_s)
 
     def _end_transfer(self, transfer: _Transfer, event: TransferEvent) -> None:
         transfer.on(event)
         del self._transfers[transfer.transfer_id]
+        self._transfers_due.drop(transfer.transfer_id)
         self._remember_transfer(transfer.transfer_id, transfer.state)
         offer = transfer.offer
         offer.reading.discard(transfer.transfer_id)
@@ -294,6 +304,7 @@ class OfferTable:
 
     def _close(self, offer: _Offer, reason: Reason) -> None:
         offer.on(OfferEvent.CLOSE)
+        self._offers_due.drop(offer.offer_id)
         offer.reason = reason
         if not offer.reading:
             self._give_back(offer)

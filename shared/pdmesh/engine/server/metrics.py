@@ -55,6 +55,12 @@ CORE_FAMILIES = (
     ("vllm:external_prefix_cache_queries", "Prompt tokens looked up outside this engine.", True, "external_queries"),
     ("vllm:external_prefix_cache_hits", "Prompt tokens loaded from outside this engine.", True, "external_hits"),
     ("vllm:corrupted_requests", "Requests whose logits held NaN.", True, "nan_requests"),
+    (
+        "pdmesh_core_undecodable_messages",
+        "Messages between server and core that could not be decoded.",
+        True,
+        "undecodable_messages",
+    ),
     ("pdmesh_engine_steps", "Steps of the engine core.", True, "steps"),
     ("pdmesh_engine_max_step_tokens", "Most tokens that one step has had, tokens.", False, "max_step_tokens"),
     ("pdmesh_kv_blocks_used", "KV blocks referenced by requests or offers.", False, "num_blocks_used"),
