@@ -194,6 +194,56 @@ def test_catalogue_32_echo_with_max_tokens_0_generates_nothing(shared_server: Ap
     assert answer["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_alone_asks_no_engine(text: TextModel, stream: bool) -> None:
+    """Engines have no request without a token: `echo` with `max_tokens: 0` and no logprobs was a 400 in a real mesh."""
+    body = {"prompt": ["a  b", "c"], "echo": True, "max_tokens": 0, "n": 2}
+    with api_server(text) as server:
+        if stream:
+            choices = [chunk["choices"][0] for chunk in chunks_of(stream_frames(server, "/v1/completions", body))]
+        else:
+            answer = server.post("/v1/completions", body)
+            choices = answer.json()["choices"]
+            assert answer.json()["usage"]["completion_tokens"] == 0
+            assert "reason=nothing_to_generate" in answer.headers["x-pdmesh-route"]
+        said = [(choice["index"], choice["text"], choice["finish_reason"]) for choice in choices]
+        assert sorted(said) == [
+            (0, "a  b", "length"),
+            (1, "a  b", "length"),
+            (2, "c", "length"),
+            (3, "c", "length"),
+        ]
+        assert server.generator.requests == []
+
+
+def test_a_stop_string_in_the_delta_that_max_tokens_ends_is_a_stop(text: TextModel) -> None:
+    reply = text.encode(" a b c d")
+    with api_server(text, EchoGenerator(reply=reply, tokens_per_delta=4)) as server:
+        body = {"prompt": "x", "stop": " c", "max_tokens": 4, "logprobs": 0, "return_token_ids": True}
+        answer = server.post("/v1/completions", body).json()
+        [choice] = answer["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" a b", "stop", " c")
+        # Tokens, logprobs and usage end alike: with the token that completed the stop string.
+        assert choice["token_ids"] == reply[:3]
+        assert len(choice["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"] == 3
+        # The engine has ended the choice itself: there is nothing to stop.
+        assert server.generator.aborted_choices == []
+        kept = server.post("/v1/completions", {**body, "include_stop_str_in_output": True}).json()["choices"][0]
+        assert (kept["text"], kept["token_ids"]) == (" a b c", reply[:3])
+
+
+def test_null_is_the_default_of_every_field(text: TextModel) -> None:
+    """Where the default is true, null was false: chat lost its generation prompt, echo showed special tokens."""
+    with api_server(text) as server:
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        server.post("/v1/chat/completions", chat)
+        server.post("/v1/chat/completions", {**chat, "add_generation_prompt": None, "add_special_tokens": None})
+        first, second = server.generator.requests
+        assert first.token_ids == second.token_ids
+        echo = {"prompt": [1, 504, 2], "echo": True, "max_tokens": 0, "skip_special_tokens": None}
+        assert server.post("/v1/completions", echo).json()["choices"][0]["text"] == "The"
+
+
 def test_echo_of_every_choice_waits_for_the_prompts_logprobs(shared_server: ApiServer) -> None:
     body = {"prompt": "a b", "echo": True, "logprobs": 0, "n": 3, "max_tokens": 1}
     answer = shared_server.post("/v1/completions", body).json()
@@ -295,9 +345,9 @@ def test_truncate_prompt_tokens(text: TextModel, keep: int, side: str | None, ke
         assert server.generator.requests[0].token_ids == kept
 
 
-def test_cached_tokens_are_those_of_the_first_delta(text: TextModel) -> None:
+def test_cached_tokens_are_counted_once_per_prompt(text: TextModel) -> None:
     with api_server(text, EchoGenerator(cached_tokens=3)) as server:
-        answer = server.post("/v1/completions", {"prompt": ["a b c d e", "a b c d e"]})
+        answer = server.post("/v1/completions", {"prompt": ["a b c d e", "a b c d e"], "n": 3})
     assert answer.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
     assert answer.headers["x-pdmesh-route"].endswith("cached=6")
 

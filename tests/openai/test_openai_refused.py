@@ -281,6 +281,8 @@ def test_catalogue_16_27_an_early_failure_keeps_its_status(
         assert error["param"] == getattr(failure, "param", None)
         assert "secret" not in error["message"]
         assert answer.headers.get("retry-after") == retry_after
+        assert answer.headers["x-pdmesh-route"].startswith("prefill=prefill-0; decode=decode-0; reason=test;")
+        assert answer.headers["x-request-id"]
         assert server.generator.num_running == 0
 
 

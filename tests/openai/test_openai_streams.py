@@ -42,6 +42,23 @@ def test_catalogue_15_20_a_late_failure_is_an_event_then_done(text: TextModel, f
         assert server.generator.num_running == 0
 
 
+@pytest.mark.parametrize("keep_alive_s", [0.0, 0.05])
+def test_one_prompts_late_failure_ends_the_stream_and_its_siblings(text: TextModel, keep_alive_s: float) -> None:
+    failing = EchoGenerator(fail_after=3, failure=PeerUnavailable("gone"), fail_prompt=[2], delay_s=0.02)
+    config = HttpConfig(sse_keep_alive_interval_s=keep_alive_s)
+    with api_server(text, failing, config=config) as server:
+        frames = stream_frames(server, "/v1/completions", {**LONG, "prompt": [[1], [2], [3]], "n": 2})
+        assert frames[-1] == "data: [DONE]"
+        assert frames[-2].startswith(": pdmesh prefill=")
+        errors = [chunk for chunk in chunks_of(frames) if "error" in chunk]
+        assert [error["error"]["code"] for error in errors] == [503]
+        assert "error" in chunks_of(frames)[-1]
+        assert {chunk["choices"][0]["index"] for chunk in chunks_of(frames)[:-1]} == set(range(6))
+        assert server.generator.num_running == 0
+        assert len(server.generator.aborted) == 3
+        assert server.generator.num_yielded < 60
+
+
 def test_catalogue_19_a_client_that_leaves_a_stream_stops_it(text: TextModel) -> None:
     with api_server(text, EchoGenerator(delay_s=0.01)) as server:
         with server.http() as client, client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:

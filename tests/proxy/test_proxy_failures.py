@@ -260,6 +260,25 @@ def test_all_dead_is_an_explicit_error_in_time() -> None:
     asyncio.run(scenario())
 
 
+def test_a_client_that_leaves_while_its_request_waits_for_an_engine_is_forgotten() -> None:
+    async def scenario() -> None:
+        decode = FakeEngine("decode")
+        async with fake_mesh(decode, extra={"engine_wait_timeout_s": 30.0}) as mesh:
+            await decode.kill()
+            await until(lambda: not mesh.cluster.view().engines)
+            waiting = asyncio.create_task(mesh.collect(token_request()))
+            await until(lambda: mesh.metric("pdmesh_proxy_requests_in_flight"))
+            waiting.cancel()
+            await asyncio.wait({waiting})
+            assert mesh.metric("pdmesh_proxy_requests_in_flight") == 0
+            assert mesh.metric("pdmesh_proxy_disconnects_total") == 1
+            # Its deadline holds there as everywhere.
+            with pytest.raises(DeadlineExceeded):
+                await mesh.collect(token_request(deadline_s=0.1))
+
+    asyncio.run(scenario())
+
+
 def test_the_only_engine_comes_back_and_the_request_goes_on_there() -> None:
     async def scenario() -> None:
         decode = FakeEngine("decode", behaviour=Behaviour(step_s=0.01))

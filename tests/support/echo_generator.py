@@ -27,6 +27,8 @@ class EchoGenerator(Generator):
     """False: no engine is known."""
     fail_after: int | None = None
     """Deltas of a request before `failure` is raised."""
+    fail_prompt: list[int] | None = None
+    """Only requests with this prompt fail; None: all."""
     failure: MeshError | Exception | None = None
     error_delta: tuple[str, str, str] | None = None
     """(code, message, param) of a last delta with finish_reason error."""
@@ -69,7 +71,8 @@ class EchoGenerator(Generator):
             await asyncio.sleep(self.first_delay_s)
             num_sent = 0
             async for delta in self._deltas(request):
-                if self.fail_after is not None and num_sent >= self.fail_after and self.failure is not None:
+                if self._fails(request, num_sent):
+                    assert self.failure is not None
                     raise self.failure
                 if self._is_stopped(request, delta.choice):
                     continue
@@ -81,6 +84,10 @@ class EchoGenerator(Generator):
             self.num_running -= 1
             if not is_whole:
                 self.aborted.append(request.request_id)
+
+    def _fails(self, request: TokenRequest, num_sent: int) -> bool:
+        is_meant = self.fail_prompt is None or request.token_ids == self.fail_prompt
+        return self.fail_after is not None and num_sent >= self.fail_after and self.failure is not None and is_meant
 
     async def _deltas(self, request: TokenRequest) -> AsyncIterator[ChoiceDelta]:
         """Choices in turn, as an engine's steps would interleave them."""

@@ -9,11 +9,13 @@ import pdmesh
 from pdmesh.config import HttpConfig
 from pdmesh.errors import InternalError, MeshError
 from pdmesh.openai.generator import Generator
+from pdmesh.openai.http.disconnect import CLIENT_CLOSED_REQUEST, ClientGone
 from pdmesh.openai.http.errors import error_response
 from pdmesh.openai.http.middleware import Door
 from pdmesh.openai.http.openapi import install_openapi
 from pdmesh.openai.http.routes import make_router
 from pdmesh.openai.intake.identity import ApiKeys, SaltFunction, narrow_salt
+from pdmesh.openai.job import CLIENT_GONE
 from pdmesh.openai.metrics import ApiMetrics
 from pdmesh.openai.serving import Role, Serving
 from pdmesh.openai.text import TextModel
@@ -34,6 +36,13 @@ def create_app(
     app = FastAPI(title="pdmesh", version=pdmesh.__version__, docs_url=None, redoc_url=None)
     app.include_router(make_router(serving, config, registry))
     app.add_exception_handler(MeshError, _on_mesh_error)
+
+    async def on_client_gone(request: Request, exc: Exception) -> Response:
+        """Note a client that left while it sent its body."""
+        metrics.outcomes.labels(CLIENT_GONE).inc()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    app.add_exception_handler(ClientGone, on_client_gone)
     # The last one added is the first a request meets: browsers ask about origins without a key.
     app.add_middleware(Door, keys=ApiKeys(config.api_key), metrics=metrics)
     app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])

@@ -8,6 +8,9 @@ from starlette.types import Receive
 
 ResultT = TypeVar("ResultT")
 
+# nginx's status for it; nobody reads it, but it is what is counted.
+CLIENT_CLOSED_REQUEST = 499
+
 
 class ClientGone(Exception):
     """The client closed its connection; there is no one to answer."""

@@ -31,12 +31,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, job: Job, *, keep_alive_s: float, headers: dict[str, str]) -> None:
-        super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, job: Job, *, keep_alive_s: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._job = job
         self._keep_alive_s = keep_alive_s
-        self._sent_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -68,7 +67,7 @@ class EventStream(Response):
             error = InternalError("the server failed on this request; its log says why")
         self._job.ended(error)
         if error is not None and not started:
-            await error_response(error, self._sent_headers)(scope, receive, send)
+            await error_response(error, {ROUTE_HEADER: describe_route(self._job.traces)})(scope, receive, send)
             return
         tail = error_event(error) if error is not None else b""
         tail += b": pdmesh " + describe_route(self._job.traces).encode() + b"\n\n" + DONE

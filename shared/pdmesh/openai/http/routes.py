@@ -13,7 +13,7 @@ from pdmesh.config import HttpConfig
 from pdmesh.errors import InternalError, MeshError
 from pdmesh.openai.generator import ModelCard
 from pdmesh.openai.http.body import read_body
-from pdmesh.openai.http.disconnect import ClientGone, unless_disconnected
+from pdmesh.openai.http.disconnect import CLIENT_CLOSED_REQUEST, ClientGone, unless_disconnected
 from pdmesh.openai.http.errors import error_response
 from pdmesh.openai.http.event_stream import EventStream
 from pdmesh.openai.http.middleware import CALLER_KEY
@@ -27,9 +27,6 @@ from pdmesh.openai.serving import Serving
 
 log = logging.getLogger(__name__)
 
-# nginx's status for it; nobody reads it, but it is what is counted.
-CLIENT_CLOSED_REQUEST = 499
-
 
 def make_router(serving: Serving, config: HttpConfig, registry: CollectorRegistry) -> APIRouter:
     """Build all routes over one Serving."""
@@ -37,12 +34,12 @@ def make_router(serving: Serving, config: HttpConfig, registry: CollectorRegistr
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body, raw = await read_body(request, CompletionBody, config.max_body_bytes)
+        body, raw = await read_body(request, CompletionBody, config)
         return await _answer(await serving.completion(body, raw, _caller(request)), request, config)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body, raw = await read_body(request, ChatBody, config.max_body_bytes)
+        body, raw = await read_body(request, ChatBody, config)
         return await _answer(await serving.chat(body, raw, _caller(request)), request, config)
 
     @router.get("/v1/models")
@@ -56,14 +53,14 @@ def make_router(serving: Serving, config: HttpConfig, registry: CollectorRegistr
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body, _ = await read_body(request, TokenizeBody, config.max_body_bytes)
+        body, _ = await read_body(request, TokenizeBody, config)
         ids, card = await serving.tokenize(body)
         names = [serving.text.vocabulary.token_of(token_id) for token_id in ids] if body.return_token_strs else None
         return _json(Tokenized(count=len(ids), max_model_len=card.max_model_len, tokens=ids, token_strs=names))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body, _ = await read_body(request, DetokenizeBody, config.max_body_bytes)
+        body, _ = await read_body(request, DetokenizeBody, config)
         card = await serving.card_for(body.model)
         check_token_ids("tokens", body.tokens, card.vocab_size)
         # In a thread, as a list may be millions long.
@@ -95,7 +92,7 @@ def make_router(serving: Serving, config: HttpConfig, registry: CollectorRegistr
 async def _answer(job: Job, request: Request, config: HttpConfig) -> Response:
     """Start a stream, or wait for the whole answer while the client does."""
     if job.answer.body.stream:
-        return EventStream(job, keep_alive_s=config.sse_keep_alive_interval_s, headers={})
+        return EventStream(job, keep_alive_s=config.sse_keep_alive_interval_s)
     try:
         whole = await unless_disconnected(request.receive, job.whole())
     except ClientGone:
@@ -108,7 +105,7 @@ async def _answer(job: Job, request: Request, config: HttpConfig) -> Response:
         log.exception("a request failed")
         error = InternalError("the server failed on this request; its log says why")
         job.ended(error)
-        return error_response(error)
+        return error_response(error, {ROUTE_HEADER: describe_route(job.traces)})
     else:
         job.ended()
         return _json(whole, {ROUTE_HEADER: describe_route(job.traces)})

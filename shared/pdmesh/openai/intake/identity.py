@@ -6,7 +6,8 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdmesh.errors import InvalidRequest, Unauthorized
+from pdmesh.errors import ConfigError, InvalidRequest, Unauthorized
+from pdmesh.security import is_utf8
 
 MAX_SALT_CHARS = 128
 FORBIDDEN_SALT_CHARS = "@/\\\0"
@@ -33,6 +34,10 @@ class ApiKeys:
     """The accepted keys; comparison takes the same time wherever they differ."""
 
     def __init__(self, keys: list[str]) -> None:
+        """Raises ConfigError."""
+        for number, key in enumerate(keys, start=1):
+            if not is_utf8(key):
+                raise ConfigError(f"api-key number {number} is not UTF-8 text")
         self._keys = [key.encode() for key in keys]
 
     def check(self, authorization: str) -> str:

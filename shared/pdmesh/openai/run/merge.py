@@ -1,6 +1,7 @@
 """Reads several delta streams at once, one per prompt, through one bounded queue; leaving it ends them all."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -9,6 +10,8 @@ from typing import Self
 from pdmesh.openai.generator import Generator, TokenRequest
 from pdmesh.protocol.messages import ChoiceDelta
 
+NOTHING_TO_GENERATE = "nothing_to_generate"
+"""Reason in the debug header of a request that no engine has to see."""
 # Deltas that may wait for a slow client here; then the generator is no longer read and its own bound applies.
 MAX_WAITING_DELTAS = 64
 
@@ -16,6 +19,11 @@ MAX_WAITING_DELTAS = 64
 @dataclass(frozen=True, slots=True)
 class _Ended:
     error: Exception | None = None
+
+
+def wants_engine(request: TokenRequest) -> bool:
+    """Echoing a prompt without its logprobs and without a token takes no model."""
+    return request.sampling.max_tokens > 0 or request.sampling.prompt_logprobs is not None
 
 
 class MergedDeltas:
@@ -56,10 +64,18 @@ class MergedDeltas:
     async def _read(self, index: int) -> None:
         ended = _Ended()
         try:
-            async with aclosing(self._generator.generate(self._requests[index])) as deltas:  # type: ignore[type-var]
+            request = self._requests[index]
+            generate = self._generator.generate if wants_engine(request) else _end_at_once
+            async with aclosing(generate(request)) as deltas:  # type: ignore[type-var]
                 async for delta in deltas:
                     await self._queue.put((index, delta))
         except Exception as exc:
             # Not handled here but carried to whoever iterates.
             ended = _Ended(exc)
         await self._queue.put((index, ended))
+
+
+async def _end_at_once(request: TokenRequest) -> AsyncIterator[ChoiceDelta]:
+    request.trace.reason = NOTHING_TO_GENERATE
+    for choice in range(request.sampling.n):
+        yield ChoiceDelta(request_id=request.request_id, choice=choice, finish_reason="length")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, StrictStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, StrictStr, model_validator
 
 
 def _number(value: Any) -> Any:
@@ -24,6 +24,11 @@ class RequestBody(BaseModel):
 
     model: Text | None = None
     """Served model or alias; may be left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @property
     def unknown_fields(self) -> list[str]:
