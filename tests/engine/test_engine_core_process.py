@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
 from pdmesh.config import EngineConfig
 from pdmesh.engine.core_client import CoreClient
@@ -22,6 +23,7 @@ from support.core_harness import make_add
 from support.tiny_models import make_tiny
 
 PROMPT = list(range(5, 75))
+GARBAGE = [b"", b"\x00" * 64, b"\xff" * 50, b"\x81\xa4type\xa5Bogus", b"\xa2\xff\xfe", b"\x91" * 100_000]
 SEVERAL = {"n": 3, "temperature": 0.8, "seed": 4}
 
 
@@ -152,3 +154,30 @@ def test_a_core_dies_with_the_process_that_started_it(model: Path, tmp_path: Pat
 def test_the_client_imports_no_torch() -> None:
     code = "import sys, pdmesh.engine.core_client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_garbage_on_either_socket_is_dropped_and_counted(model: Path) -> None:
+    """Once, a message that could not be decoded ended the engine."""
+
+    def spoil(address: str, kind: int) -> None:
+        with zmq.Context() as context, context.socket(kind) as other:
+            other.connect(address)
+            for data in GARBAGE:
+                other.send(data)
+
+    async def test() -> None:
+        async with started(config_of(model)) as client:
+            # As the server would send it, through its own socket: a second one on the core's end cannot be had.
+            for data in GARBAGE:
+                client._channel._to_core.send(data)
+            await asyncio.to_thread(spoil, client._channel.from_core_address, zmq.PUSH)
+            assert [len(delta.token_ids) for delta in await generate(client)] == [1] * 8
+            client.send(make_add(PROMPT, "counted", max_tokens=1))
+            async with asyncio.timeout(10):
+                async for message in client.outputs():
+                    assert isinstance(message, StepOutput)
+                    if message.stats is not None and message.stats.undecodable_messages == 2 * len(GARBAGE):
+                        break
+            assert client.alive
+
+    run(test)

@@ -141,6 +141,8 @@ def make_add(prompt: list[int], request_id: str = "r", **options: object) -> Add
 class _ScriptedInbox:
     """Messages put in by the test; when the core would sleep for good, it is told to stop."""
 
+    num_dropped = 0
+
     def __init__(self) -> None:
         self.messages: list[ToCore] = []
         self.links: Links

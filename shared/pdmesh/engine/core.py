@@ -33,6 +33,10 @@ MAX_FAILED_STEPS = 3
 class Inbox(Protocol):
     """Where the server's messages arrive."""
 
+    @property
+    def num_dropped(self) -> int:
+        """Messages that could not be decoded."""
+
     def drain(self) -> Iterable[ToCore]:
         """Return what has arrived; never blocks."""
 
@@ -144,6 +148,7 @@ class Core:
             steps=self._num_steps,
             step_tokens=self._step_tokens if has_stepped else 0,
             max_step_tokens=self._max_step_tokens,
+            undecodable_messages=self._inbox.num_dropped,
         )
         self._send(
             StepOutput(

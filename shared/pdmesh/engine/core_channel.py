@@ -7,6 +7,7 @@ import secrets
 
 import zmq
 
+from pdmesh.engine.incoming import Incoming
 from pdmesh.engine.messages import FromCore, ToCore, encode, from_core_decoder
 
 
@@ -18,6 +19,7 @@ class CoreChannel:
         # The server must never wait for its core; requests in flight are bounded where they are admitted.
         self._to_core = self._bind(zmq.PUSH, high_water_mark=0)
         self._from_core = self._bind(zmq.PULL, high_water_mark=1000)
+        self._incoming = Incoming(from_core_decoder, "core")
         self._event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(int(self._from_core.getsockopt(zmq.FD)), self._notice)
@@ -30,6 +32,11 @@ class CoreChannel:
     def from_core_address(self) -> str:
         return self._from_core.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    @property
+    def num_dropped(self) -> int:
+        """Messages that could not be decoded."""
+        return self._incoming.num_dropped
+
     def send(self, message: ToCore) -> None:
         """Hand a message over; never blocks. Without a core at the other end it goes nowhere."""
         with contextlib.suppress(zmq.Again):
@@ -37,10 +44,12 @@ class CoreChannel:
 
     def receive(self) -> FromCore | None:
         """Return the next message, or None when there is none now."""
-        try:
-            return from_core_decoder.decode(self._from_core.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
+        with contextlib.suppress(zmq.Again):
+            while True:
+                message = self._incoming.decode(self._from_core.recv(zmq.NOBLOCK))
+                if message is not None:
+                    return message
+        return None
 
     async def readable(self) -> None:
         """Return when `receive` may have something again, or after `wake`."""

@@ -17,7 +17,7 @@ from pdmesh.config import EngineConfig
 from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file
 from pdmesh.engine.core_channel import CoreChannel
 from pdmesh.engine.launch import Launch, engine_config_json
-from pdmesh.engine.messages import CoreFailed, CoreProgress, CoreReady, FromCore, Shutdown, ToCore
+from pdmesh.engine.messages import CoreFailed, CoreProgress, CoreReady, FromCore, Shutdown, StepOutput, ToCore
 from pdmesh.errors import InternalError, from_code
 from pdmesh.parent import tied_command
 
@@ -89,7 +89,7 @@ class CoreClient:
             message = await self._receive()
             if message is None:
                 return
-            yield message
+            yield self._with_dropped(message)
 
     async def died(self) -> str:
         """Return when the core has ended, with how it did."""
@@ -160,6 +160,16 @@ class CoreClient:
                     await self._channel.readable()
             except TimeoutError:
                 return self._channel.receive()
+
+    def _with_dropped(self, message: FromCore) -> FromCore:
+        """Add what this end could not decode to the core's count."""
+        num_dropped = self._channel.num_dropped
+        if not num_dropped or not isinstance(message, StepOutput) or message.stats is None:
+            return message
+        total = message.stats.undecodable_messages + num_dropped
+        return msgspec.structs.replace(
+            message, stats=msgspec.structs.replace(message.stats, undecodable_messages=total)
+        )
 
     async def _end(self) -> None:
         self.send(Shutdown())

@@ -23,6 +23,7 @@ from pdmesh.engine.backends import make_backend
 from pdmesh.engine.block_key import root_key
 from pdmesh.engine.block_pool import BlockPool
 from pdmesh.engine.core import Core
+from pdmesh.engine.incoming import Incoming
 from pdmesh.engine.kv_manager import KVGroup, KVManager
 from pdmesh.engine.launch import Launch
 from pdmesh.engine.links import Links
@@ -67,12 +68,19 @@ class Mailbox:
     def __init__(self, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket[bytes]") -> None:
         self._inbox = inbox
         self._outbox = outbox
+        self._incoming = Incoming(to_core_decoder, "server")
+
+    @property
+    def num_dropped(self) -> int:
+        return self._incoming.num_dropped
 
     def drain(self) -> Iterable[ToCore]:
         messages: list[ToCore] = []
         with contextlib.suppress(zmq.Again):
             while True:
-                messages.append(to_core_decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+                message = self._incoming.decode(self._inbox.recv(zmq.NOBLOCK))
+                if message is not None:
+                    messages.append(message)
         return messages
 
     def wait(self, descriptors: list[int]) -> None:

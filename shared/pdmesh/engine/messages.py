@@ -155,6 +155,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Tokens scheduled by the latest step."""
     max_step_tokens: int = 0
     nan_requests: int = 0
+    undecodable_messages: int = 0
+    """Dropped between server and core, in both directions; the server adds its own."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
