@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -274,6 +275,61 @@ def test_scale_travels_over_the_control_socket() -> None:
     assert asked == [{Role.DECODE: 2, Role.PREFILL: 0}, {Role.DECODE: 0}]
     with pytest.raises(ConfigError, match="no `pdmesh up` of yours runs"):
         scale(port, {Role.DECODE: 1}, 1.0)
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        b"5",
+        b"null",
+        b"[1]",
+        b'[["decode", 1]]',
+        b'{"decode": "2"}',
+        b'{"decode": 1e400}',
+        b'{"decode": true}',
+        b'{"door": 1}',
+        b"{",
+        b"\xff",
+        b"",
+        b"[" * 4000,
+        b" " * 9000,
+    ],
+)
+def test_malformed_control_request_is_answered(request_line: bytes) -> None:
+    """A body like `5` left whoever asked without an answer."""
+
+    async def change(wanted: dict[Role, int]) -> list[str]:
+        raise AssertionError("nothing was asked for")
+
+    async def go() -> None:
+        port = os.getpid()
+        async with control_server(bind_control(port), change), asyncio.timeout(5):
+            reader, writer = await asyncio.open_unix_connection(f"\0pdmesh-up-{os.getuid()}-{port}")
+            writer.write(request_line + b"\n")
+            reply = json.loads(await reader.readline())
+            writer.close()
+        assert reply["code"] == "ConfigError"
+        assert "the request" in reply["error"]
+
+    asyncio.run(go())
+
+
+def test_control_tells_of_faults_and_of_lateness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdmesh.supervisor.control.REQUEST_TIMEOUT_S", 0.1)
+
+    async def change(wanted: dict[Role, int]) -> list[str]:
+        raise OSError("the disk is full")
+
+    async def go() -> None:
+        port = os.getpid()
+        async with control_server(bind_control(port), change), asyncio.timeout(5):
+            with pytest.raises(InternalError, match="OSError: the disk is full"):
+                await asyncio.to_thread(scale, port, {Role.DECODE: 1}, 10.0)
+            reader, writer = await asyncio.open_unix_connection(f"\0pdmesh-up-{os.getuid()}-{port}")
+            assert b"did not come within" in await reader.readline()
+            writer.close()
+
+    asyncio.run(go())
 
 
 def test_endpoint_file_is_replaced_whole_and_old_ones_are_cleared(tmp_path: Path) -> None:

@@ -10,11 +10,14 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from pdmesh.parent import die_with_parent
 from pdmesh.supervisor.plan import ChildSpec
 
 READY_SOCKET_RETRY_S = 0.02
+# As of a shell that cannot run a command.
+NOT_STARTED_CODE = 127
 LOG_TAIL_BYTES = 8192
 
 
@@ -30,24 +33,29 @@ class Child:
         """What it said with its readiness: http_port, grpc_port, engine_id."""
         self.ready = asyncio.Event()
         self.ready_at_s = 0.0
+        self.log_error = ""
+        """Why its log could not be opened; it then runs without."""
+        self._start_error = ""
         self._log_path = log_path
         self._log_start = 0
         self._changed = changed
 
     async def live(self) -> int:
-        """Run the process and return its exit code, negative for a signal. Whatever it started has ended then too.
+        """Run the process and return its exit code, negative for a signal, NOT_STARTED_CODE when there was none.
+
+        Whatever it started has ended then too.
 
         Must be awaited on the main thread: the kernel ties the child's life to the thread that forks it.
         """
-        read_end, write_end = os.pipe()
         try:
-            process = self._spawn(write_end)
-        finally:
-            os.close(write_end)
+            process, read_end = self._spawn()
+        except OSError as exc:
+            self._start_error = f"it could not be started: {exc}"
+            return NOT_STARTED_CODE
         self.pid = process.pid
-        self._changed()
         listening = asyncio.create_task(self._listen(read_end))
         try:
+            self._changed()
             await _exited(process.pid)
         finally:
             # It is a zombie still, so its group id cannot be anyone else's.
@@ -70,7 +78,9 @@ class Child:
             _kill_group(self.pid)
 
     def last_lines(self, count: int) -> list[str]:
-        """The end of what this life wrote to its log."""
+        """The end of what this life wrote to its log, or why it had no life."""
+        if self._start_error:
+            return [self._start_error]
         try:
             with self._log_path.open("rb") as log:
                 size = os.fstat(log.fileno()).st_size
@@ -80,23 +90,41 @@ class Child:
             return []
         return [line for line in text.splitlines() if line.strip()][-count:]
 
-    def _spawn(self, notify_fd: int) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
+        """Start the process; returns it and the end from which to read what it tells us. Raises OSError."""
         spec = self.spec
+        read_end, notify_fd = os.pipe()
         argv = list(spec.argv) if spec.ready_socket else [*spec.argv, "--notify-fd", str(notify_fd)]
-        with self._log_path.open("ab") as log:
-            self._log_start = log.tell()
-            return subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=dict(spec.env),
-                pass_fds=() if spec.ready_socket else (notify_fd,),
-                # A group of its own: Ctrl-C is for the supervisor, which drains in order.
-                process_group=0,
-                # Safe here: the supervisor has no other threads.
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),
-            )
+        try:
+            with self._open_log() as log:
+                process = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=dict(spec.env),
+                    pass_fds=() if spec.ready_socket else (notify_fd,),
+                    # A group of its own: Ctrl-C is for the supervisor, which drains in order.
+                    process_group=0,
+                    # Safe here: the supervisor has no other threads.
+                    preexec_fn=functools.partial(die_with_parent, os.getpid()),
+                )
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(notify_fd)
+        return process, read_end
+
+    def _open_log(self) -> BinaryIO:
+        """Open its log to append to; nowhere when the disk does not let us, as running matters more than telling."""
+        try:
+            log = self._log_path.open("ab")
+        except OSError as exc:
+            self.log_error = exc.strerror or str(exc)
+            return open(os.devnull, "ab")
+        self._log_start = log.tell()
+        return log
 
     async def _listen(self, read_end: int) -> None:
         if self.spec.ready_socket:

@@ -8,7 +8,7 @@ import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from pdmesh.errors import ConfigError, Forbidden, MeshError, from_code
+from pdmesh.errors import ConfigError, Forbidden, InternalError, MeshError, from_code
 from pdmesh.supervisor.roles import Role
 
 MAX_REQUEST_BYTES = 4096
@@ -36,12 +36,17 @@ async def control_server(bound: socket.socket, scale: Scale) -> AsyncIterator[No
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                _check_peer(writer.get_extra_info("socket"))
-                wanted = _wanted(await reader.readline())
+            try:
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                    _check_peer(writer.get_extra_info("socket"))
+                    wanted = _wanted(await _read_request(reader))
+            except TimeoutError:
+                raise ConfigError(f"the request did not come within {REQUEST_TIMEOUT_S:g} s") from None
             reply: dict[str, object] = {"done": await scale(wanted)}
-        except (MeshError, TimeoutError, ValueError) as exc:
-            reply = {"error": str(exc) or "the request came too slowly", "code": getattr(exc, "code", "ConfigError")}
+        except MeshError as exc:
+            reply = {"error": exc.message, "code": exc.code}
+        except Exception as exc:  # the task's top: whoever asks is told, whatever it was
+            reply = {"error": f"{type(exc).__name__}: {exc}", "code": InternalError.__name__}
         writer.write(json.dumps(reply).encode() + b"\n")
         writer.close()
 
@@ -87,5 +92,22 @@ def _check_peer(connection: socket.socket) -> None:
         raise Forbidden(f"the control socket's other end belongs to user {uid}")
 
 
+async def _read_request(reader: asyncio.StreamReader) -> bytes:
+    """Read one line. Raises ConfigError when it is too long."""
+    try:
+        return await reader.readline()
+    except ValueError:
+        raise ConfigError(f"the request is longer than {MAX_REQUEST_BYTES} bytes") from None
+
+
 def _wanted(line: bytes) -> dict[Role, int]:
-    return {Role(name): int(count) for name, count in dict(json.loads(line)).items()}
+    """Parse a request. Raises ConfigError for anything but an object of roles and whole numbers."""
+    try:
+        # Deeply nested lists exhaust the parser's stack.
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ConfigError("the request is not a line of JSON") from None
+    numbers = message.values() if isinstance(message, dict) and set(message) <= set(Role) else [None]
+    if any(type(number) is not int for number in numbers):
+        raise ConfigError(f"the request must give numbers for some of {', '.join(Role)}")
+    return {Role(role): count for role, count in message.items()}

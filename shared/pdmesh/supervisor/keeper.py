@@ -20,6 +20,8 @@ MAX_FIRST_STARTS = 3
 MAX_CONFIG_ERRORS = 5
 CONFIG_ERROR_CODE = 2
 REPORTED_LINES = 5
+PORT_FACTS = {"http": "http_port", "grpc": "grpc_port"}
+"""How ports are called when shown -> as services report them."""
 
 
 class KeeperState(StrEnum):
@@ -52,6 +54,7 @@ class Keeper:
         self._changed = changed
         self._report = report
         self._child: Child | None = None
+        self._log_error = ""
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -75,9 +78,20 @@ class Keeper:
     def log_path(self) -> str:
         return str(self._log_path)
 
+    @property
+    def whereabouts(self) -> str:
+        """Process, ports and log of the present life."""
+        child = self.child
+        if child is None:
+            return f"log {self.log_path}"
+        ports = [f"{kind} {child.facts[fact]}" for kind, fact in PORT_FACTS.items() if fact in child.facts]
+        return ", ".join([f"pid {child.pid}", *ports, f"log {self.log_path}"])
+
     def start(self) -> None:
         """Begin its first life; the log of an earlier `up` is emptied."""
-        self._log_path.write_bytes(b"")
+        # A log that cannot be written is reported with the first life.
+        with contextlib.suppress(OSError):
+            self._log_path.write_bytes(b"")
         self._task = asyncio.create_task(self._run(), name=self.spec.name)
 
     async def until_ready(self) -> None:
@@ -97,7 +111,8 @@ class Keeper:
         if not done:
             self._report(f"{self.spec.name} did not end in {grace_s:.0f} s and is killed")
             self.kill()
-        await self._task
+        # It ends its child on every way out, so that it failed changes nothing for those that are stopped next.
+        await asyncio.wait([self._task])
 
     def kill(self) -> None:
         """End it at once, and do not start it again."""
@@ -107,7 +122,16 @@ class Keeper:
 
     async def _run(self) -> None:
         try:
-            await self._live_on()
+            while not self._stop.is_set():
+                try:
+                    await self._live_on()
+                    return
+                except Exception as exc:  # the task's top: our fault is no reason to give up on the child
+                    self._report(
+                        f"{self.spec.name} is started anew, as watching it failed: {type(exc).__name__}: {exc}"
+                    )
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), MAX_BACKOFF_S)
         finally:
             self.gone = True
             if not self._first_ready.done():
@@ -139,6 +163,10 @@ class Keeper:
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
 
     def _child_changed(self) -> None:
+        if self._child is not None and self._child.log_error != self._log_error:
+            self._log_error = self._child.log_error
+            if self._log_error:
+                self._report(f"{self.spec.name} runs without its log {self._log_path}: {self._log_error}")
         if self._child is not None and self._child.ready.is_set() and not self._first_ready.done():
             self._first_ready.set_result(None)
         self._changed()

@@ -3,20 +3,25 @@
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
+import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
-from pdmesh.config import load_config
+from pdmesh.config import load_config, unknown_variables
 from pdmesh.errors import ConfigError, MeshError
-from pdmesh.models.source import resolve
+from pdmesh.models.source import ModelSource
 from pdmesh.supervisor.config import UpConfig
 from pdmesh.supervisor.control import bind_control, control_server
 from pdmesh.supervisor.display import Display
 from pdmesh.supervisor.mesh import Mesh
 from pdmesh.supervisor.plan import Plan
+from pdmesh.supervisor.ports import Ports
+from pdmesh.supervisor.preflight import check_shared, check_children
 from pdmesh.supervisor.runtime import RuntimeFolder
 
 PROG = "pdmesh up"
@@ -35,26 +40,29 @@ def run_up(argv: list[str]) -> int:
 
 async def _up(config: UpConfig) -> int:
     # Whatever can be refused is refused here, before the first process.
-    bound = bind_control(config.port)
-    try:
-        source = resolve(config.model)
+    with contextlib.ExitStack() as held:
+        bound = held.enter_context(bind_control(config.port))
+        source = check_shared(config)
+        ports = held.enter_context(contextlib.closing(Ports()))
         runtime = RuntimeFolder.open(os.environ.get("XDG_STATE_HOME", ""), config.port, config.log_dir)
-        plan = Plan(config, runtime, os.environ)
-    except BaseException:
-        bound.close()
-        raise
+        plan = Plan(config, runtime, os.environ, ports)
+        await check_children(plan.doubtful())
+        return await _run(config, source, runtime, plan, bound)
+
+
+async def _run(config: UpConfig, source: ModelSource, runtime: RuntimeFolder, plan: Plan, bound: socket.socket) -> int:
     display = Display(Console(stderr=False))
     mesh = Mesh(config, plan, runtime, changed=lambda: display.update(mesh.keepers), report=display.say)
     stop = _stop_on_signals(mesh, display)
     display.say(f"pdmesh: {source.name} from {source.path}")
-    for line in plan.moved:
+    for line in [*unknown_variables(UpConfig, os.environ), *plan.moved]:
         display.say(line)
     try:
         async with control_server(bound, mesh.scale):
             if await _started(mesh, stop):
                 display.stop_progress()
                 _welcome(config, source.name, mesh, display)
-                await _watch_logs(mesh, runtime, stop)
+                await _watch_logs(mesh, runtime, stop, display.say)
     finally:
         display.stop_progress()
         await mesh.drain()
@@ -95,12 +103,13 @@ async def _started(mesh: Mesh, stop: asyncio.Event) -> bool:
     return False
 
 
-async def _watch_logs(mesh: Mesh, runtime: RuntimeFolder, stop: asyncio.Event) -> None:
+async def _watch_logs(mesh: Mesh, runtime: RuntimeFolder, stop: asyncio.Event, report: Callable[[str], None]) -> None:
     """Wait for the end, and keep the logs bounded meanwhile."""
     while not stop.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOG_CHECK_INTERVAL_S)
-        runtime.rotate_logs(keeper.spec.name for keeper in mesh.keepers)
+        for problem in runtime.rotate_logs(keeper.spec.name for keeper in mesh.keepers):
+            report(problem)
 
 
 def _welcome(config: UpConfig, model_name: str, mesh: Mesh, display: Display) -> None:

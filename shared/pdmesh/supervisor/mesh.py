@@ -8,6 +8,7 @@ from pdmesh.errors import ConfigError, Draining, InternalError, MeshError
 from pdmesh.supervisor.config import MAX_REPLICAS, UpConfig
 from pdmesh.supervisor.health import until_healthy
 from pdmesh.supervisor.keeper import Keeper, KeeperState
+from pdmesh.supervisor.pairing import unpaired
 from pdmesh.supervisor.plan import LOOPBACK, ChildSpec, Plan
 from pdmesh.supervisor.roles import DRAIN_ORDER, ENGINE_ROLES, Role
 from pdmesh.supervisor.runtime import RuntimeFolder
@@ -16,6 +17,8 @@ from pdmesh.supervisor.runtime import RuntimeFolder
 DRAIN_MARGIN_S = 5.0
 # A child that is not ready has no requests to finish.
 START_ABORT_GRACE_S = 3.0
+# Room on a full disk comes back at any time; a try costs one small file.
+ANNOUNCE_RETRY_S = 1.0
 
 
 class Mesh:
@@ -37,6 +40,8 @@ class Mesh:
         self._shown_changed = changed
         self._report = report
         self._announced: dict[Role, list[str]] = {}
+        self._retry: asyncio.TimerHandle | None = None
+        self._warned: set[str] = set()
         self._started = False
         self._draining = False
         self._scaling = asyncio.Lock()
@@ -47,15 +52,8 @@ class Mesh:
         Raises ConfigError when a child cannot start as configured, InternalError when one fails again and again or the
         start takes too long. What runs by then is left to `drain()`.
         """
-        plan = self._plan
-        specs = [plan.proxy()]
-        specs += [plan.engine(Role.PREFILL, number + 1) for number in range(self._config.num_prefill)]
-        specs += [plan.engine(Role.DECODE, number + 1) for number in range(self._config.decode)]
-        specs += [plan.kvcache()] if Role.KVCACHE in plan.roles else []
-        specs += [plan.valkey()] if Role.VALKEY in plan.roles else []
         self._announce()
-        # The engines take longest, so they go first.
-        for spec in sorted(specs, key=lambda spec: spec.role not in ENGINE_ROLES):
+        for spec in self._plan.children():
             self._add(spec)
         try:
             async with asyncio.timeout(self._config.startup_timeout_s):
@@ -64,6 +62,7 @@ class Mesh:
                 self._started = True
                 self._announce()
                 await until_healthy(self._config.host, self._config.port)
+            self._report_unpaired()
         except TimeoutError:
             waiting = ", ".join(keeper.spec.name for keeper in self.keepers if keeper.state is not KeeperState.READY)
             raise InternalError(
@@ -90,9 +89,15 @@ class Mesh:
     async def drain(self) -> None:
         """Stop everything: the proxy, then the engines, then the tier, each after its requests have ended."""
         self._draining = True
+        if self._retry is not None:
+            self._retry.cancel()
         grace_s = self._config.drain_timeout_s + DRAIN_MARGIN_S if self._started else START_ABORT_GRACE_S
         for roles in DRAIN_ORDER:
-            await asyncio.gather(*(keeper.stop(grace_s) for keeper in self.keepers if keeper.spec.role in roles))
+            stopping = [keeper.stop(grace_s) for keeper in self.keepers if keeper.spec.role in roles]
+            for result in await asyncio.gather(*stopping, return_exceptions=True):
+                # The others must end all the same.
+                if isinstance(result, Exception):
+                    self._report(f"stopping the {' and '.join(roles)} failed: {type(result).__name__}: {result}")
 
     def kill(self) -> None:
         """End every process at once."""
@@ -110,7 +115,26 @@ class Mesh:
         self._shown_changed()
 
     def _announce(self) -> None:
-        """Write the engines that are ready to the proxy's files, when they differ from what is written."""
+        """Write the engines that are ready to the proxy's files, when they differ from what is written.
+
+        What cannot be written is reported once and tried again until it can; the proxy goes by the old file meanwhile.
+        """
+        try:
+            self._write_changes()
+        except OSError as exc:
+            if self._retry is None:
+                self._report(f"the proxy cannot be told which engines are ready, trying again: {exc}")
+            else:
+                self._retry.cancel()
+            if not self._draining:
+                self._retry = asyncio.get_running_loop().call_later(ANNOUNCE_RETRY_S, self._announce)
+        else:
+            if self._retry is not None:
+                self._retry.cancel()
+                self._retry = None
+                self._report("the proxy knows again which engines are ready")
+
+    def _write_changes(self) -> None:
         for role in ENGINE_ROLES:
             addresses = [
                 f"{LOOPBACK}:{keeper.child.facts['grpc_port']}"
@@ -120,6 +144,17 @@ class Mesh:
             if self._announced.get(role) != addresses:
                 self._runtime.write_endpoints(role, addresses)
                 self._announced[role] = addresses
+
+    def _report_unpaired(self) -> None:
+        """Say, once for each two engines, when they cannot disaggregate: it works all the same, so nobody would see it."""
+        prefills, decodes = (
+            {keeper.spec.name: keeper.child.facts for keeper in self._of(role) if keeper.child is not None}
+            for role in ENGINE_ROLES
+        )
+        for line in unpaired(prefills, decodes):
+            if line not in self._warned:
+                self._warned.add(line)
+                self._report(line)
 
     def _of(self, role: Role) -> list[Keeper]:
         return [keeper for keeper in self.keepers if keeper.spec.role is role]
@@ -146,7 +181,8 @@ class Mesh:
             await self._shrink(added)
             raise exc if isinstance(exc, MeshError) else InternalError(f"{role} was not ready in time") from None
         took_s = time.monotonic() - began_s
-        return [f"{keeper.spec.name} added, ready after {took_s:.1f} s" for keeper in added]
+        self._report_unpaired()
+        return [f"{keeper.spec.name} added, ready after {took_s:.1f} s: {keeper.whereabouts}" for keeper in added]
 
     async def _shrink(self, leaving: list[Keeper]) -> list[str]:
         # Out of the list first: from here on the proxy gives them nothing new.

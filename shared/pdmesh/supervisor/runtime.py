@@ -1,9 +1,10 @@
 """The runtime folder of one mesh: logs, and the files through which the proxy learns where the engines are."""
 
+import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pdmesh.errors import ConfigError
@@ -48,26 +49,59 @@ class RuntimeFolder:
         return self.path / f"{role}.endpoints"
 
     def write_endpoints(self, role: Role, addresses: Iterable[str]) -> None:
-        """Replace the file at once, so that the proxy never reads half of it."""
+        """Replace the file at once, so that the proxy never reads half of it. Raises OSError; the old file then stays."""
         target = self.endpoints(role)
         draft = target.with_suffix(".endpoints.new")
-        draft.write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
-        os.replace(draft, target)
+        with _removed_on_failure(draft):
+            draft.write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
+            os.replace(draft, target)
 
     def log_path(self, name: str) -> Path:
         """Log of one child."""
         return self.log_dir / f"{name}.log"
 
-    def rotate_logs(self, names: Iterable[str]) -> None:
-        """Move an overlong log aside, keeping one. The children append, so emptying the file is safe."""
+    def rotate_logs(self, names: Iterable[str]) -> list[str]:
+        """Move overlong logs aside, keeping one of each; returns what went wrong, one line each.
+
+        The children append, so emptying the file is safe. It is emptied even if there is no room to keep what it held.
+        """
+        problems = []
         for name in names:
             path = self.log_path(name)
-            if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
-                shutil.copyfile(path, path.with_suffix(".log.1"))
-                os.truncate(path, 0)
+            try:
+                if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
+                    problems += _keep_copy(path)
+                    os.truncate(path, 0)
+            except OSError as exc:
+                problems.append(f"{path} cannot be kept short: {exc.strerror}")
+        return problems
 
     def close(self) -> None:
-        """Remove everything but the logs."""
+        """Remove everything but the logs, as far as the disk lets us."""
         for role in Role:
-            self.endpoints(role).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.endpoints(role).unlink(missing_ok=True)
         shutil.rmtree(self.valkey_dir, ignore_errors=True)
+
+
+def _keep_copy(path: Path) -> list[str]:
+    """Copy a log aside in place of the one kept before; a line that says why if that fails."""
+    draft = path.with_suffix(".log.1.new")
+    try:
+        with _removed_on_failure(draft):
+            shutil.copyfile(path, draft)
+            os.replace(draft, path.with_suffix(".log.1"))
+    except OSError as exc:
+        return [f"{path} is emptied, and what it held is lost: it cannot be copied aside: {exc.strerror}"]
+    return []
+
+
+@contextlib.contextmanager
+def _removed_on_failure(draft: Path) -> Iterator[None]:
+    """Leave no half-written file behind: on a full disk it would take what little room there is."""
+    try:
+        yield
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
