@@ -1,8 +1,12 @@
 """The small parts that connectors share: the table of pulls, runs of blocks, the registry, the shm socket."""
 
+import contextlib
 import os
 import select
 import socket
+import subprocess
+import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -13,7 +17,7 @@ from pdmesh.connector.base import Pull
 from pdmesh.connector.pool import PoolShape
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.connector.shm import _Run, _runs
-from pdmesh.connector.shm_socket import PoolListener, fetch_pool
+from pdmesh.connector.shm_socket import MAX_PENDING, OWNER_TIMEOUT_S, PoolListener, fetch_pool
 from pdmesh.errors import ConfigError, HandshakeRefused
 from pdmesh.security import MeshSecret
 from support.pool_node import SECRET, make_pool
@@ -121,6 +125,72 @@ def test_a_stranger_that_says_nothing_keeps_no_one_out() -> None:
         fetch_pool(listener.socket_name, "a@1", SHAPE, MeshSecret(SECRET)).close()
     listener.close()
     pool.close()
+
+
+def test_many_silent_ones_delay_no_one_and_are_hung_up_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, each silent connection held up all later handshakes for half a second, with a line in the log."""
+    pool = make_pool(SHAPE, filled=True)
+    listener = PoolListener(pool, "a@1", MeshSecret(SECRET))
+    with contextlib.ExitStack() as stack:
+        silent = []
+        for _ in range(MAX_PENDING + 6):
+            each = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            each.settimeout(10)
+            each.connect("\0" + listener.socket_name)
+            assert each.recv(100)
+            silent.append(each)
+        start_s = time.monotonic()
+        shared = fetch_pool(listener.socket_name, "a@1", SHAPE, MeshSecret(SECRET))
+        assert time.monotonic() - start_s < OWNER_TIMEOUT_S / 2
+        # More than the owner will remember: the oldest go at once, the others when their time is up.
+        assert all(each.recv(1) == b"" for each in silent[:6])
+        assert time.monotonic() - start_s < OWNER_TIMEOUT_S / 2
+        assert all(each.recv(1) == b"" for each in silent)
+        assert shared.owner_alive
+        shared.close()
+    assert len(caplog.records) == 1
+    listener.close()
+    pool.close()
+
+
+def test_an_owner_without_descriptors_serves_again_when_there_are_some() -> None:
+    """Once, an error of accept() ended the thread that hands the pool out."""
+    program = f"""
+import os, resource, socket, sys, threading
+sys.path[:0] = {sys.path!r}
+from pdmesh.connector.pool import PoolShape
+from pdmesh.connector.shm_socket import PoolListener, fetch_pool
+from pdmesh.security import MeshSecret
+from support.pool_node import SECRET, make_pool
+shape = PoolShape(num_blocks=4, block_bytes=4096)
+pool = make_pool(shape, filled=True)
+listener = PoolListener(pool, "a@1", MeshSecret(SECRET))
+waiting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+taken = []
+try:
+    while True:
+        taken.append(os.dup(0))
+except OSError:
+    pass
+waiting.settimeout(0.5)
+waiting.connect("\\0" + listener.socket_name)
+try:
+    waiting.recv(100)
+    raise SystemExit("a connection was accepted without a descriptor")
+except TimeoutError:
+    pass
+for fd in taken:
+    os.close(fd)
+fetch_pool(listener.socket_name, "a@1", shape, MeshSecret(SECRET)).close()
+waiting.settimeout(5)
+assert waiting.recv(100)
+listener.close()
+pool.close()
+print("served")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "served\n", ended.stderr
 
 
 def test_who_does_not_know_the_secret_or_the_owner_gets_no_memory() -> None:

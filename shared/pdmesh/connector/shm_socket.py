@@ -9,6 +9,7 @@ that the owner is gone.
 
 import array
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -16,6 +17,8 @@ import selectors
 import socket
 import struct
 import threading
+import time
+from dataclasses import dataclass
 
 import msgspec
 
@@ -28,10 +31,14 @@ log = logging.getLogger(__name__)
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_MESSAGE_BYTES = 4096
-# Either end answers in microseconds. The consumer waits three times at most, and may block 5 s in all; the owner serves one
-# at a time, so that a silent one must cost the next less than its patience.
+# Either end answers in microseconds. The consumer waits three times at most, and may block 5 s in all.
 CONSUMER_TIMEOUT_S = 1.5
-OWNER_TIMEOUT_S = 0.5
+OWNER_TIMEOUT_S = 1.5
+# Each costs the owner a descriptor; as many consumers as could come at once.
+MAX_PENDING = 64
+# Long enough for descriptors to be freed, short enough for a consumer's patience.
+ACCEPT_PAUSE_S = 0.2
+REFUSAL_LOG_INTERVAL_S = 10.0
 CONSUMER_PURPOSE = "shm-consumer"
 OWNER_PURPOSE = "shm-owner"
 
@@ -46,7 +53,10 @@ class _Grant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolListener:
-    """The owner's end: hands its pool out until closed. One thread, asleep but for connections coming and going."""
+    """The owner's end: hands its pool out until closed. One thread, asleep but for connections coming and going.
+
+    All handshakes run side by side, so that a silent connection delays no other.
+    """
 
     def __init__(self, pool: KVPool, peer_id: str, secret: MeshSecret) -> None:
         self.socket_name = f"pdmesh-shm-{secrets.token_hex(16)}"
@@ -55,12 +65,18 @@ class PoolListener:
         self._peer_id = peer_id
         self._secret = secret
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
         self._socket.bind("\0" + self.socket_name)
         self._socket.listen(64)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._stop_reader, self._stop_writer = socket.socketpair()
         self._selector.register(self._stop_reader, selectors.EVENT_READ)
+        self._pending: dict[socket.socket, _Pending] = {}
+        """Connections that have not proved themselves yet, oldest first."""
+        self._accept_again_s: float | None = None
+        """When to listen again after accepting failed; None while listening."""
+        self._refusals = _RefusalLog()
         self._thread = threading.Thread(target=self._serve, name="shm-owner", daemon=True)
         self._thread.start()
 
@@ -72,38 +88,91 @@ class PoolListener:
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         self._selector.close()
+        self._socket.close()
         self._stop_writer.close()
         os.close(self._pool_fd)
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._patience_s()):
                 connection = key.fileobj
                 assert isinstance(connection, socket.socket)
                 if connection is self._stop_reader:
                     return
                 if connection is self._socket:
                     self._accept()
-                else:
+                elif connection in self._pending:
+                    self._answer(connection)
+                elif connection.fileno() >= 0:
                     # Consumers say nothing after the handshake: readable means closed.
-                    self._selector.unregister(connection)
-                    connection.close()
+                    self._hang_up(connection)
+            self._expire()
+
+    def _patience_s(self) -> float | None:
+        """How long nothing has to be done unless something arrives."""
+        deadlines = [pending.deadline_s for pending in itertools.islice(self._pending.values(), 1)]
+        if self._accept_again_s is not None:
+            deadlines.append(self._accept_again_s)
+        return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
+
+    def _expire(self) -> None:
+        """Close who was silent for too long, and listen again after a pause."""
+        now_s = time.monotonic()
+        while self._pending:
+            connection, pending = next(iter(self._pending.items()))
+            if pending.deadline_s > now_s:
+                break
+            self._refuse(connection, f"it said nothing for {OWNER_TIMEOUT_S} s")
+        if self._accept_again_s is not None and self._accept_again_s <= now_s:
+            self._accept_again_s = None
+            self._selector.register(self._socket, selectors.EVENT_READ)
 
     def _accept(self) -> None:
-        connection, _ = self._socket.accept()
         try:
-            connection.settimeout(OWNER_TIMEOUT_S)
-            self._grant(connection)
-        except (OSError, HandshakeRefused) as exc:
-            log.warning("a consumer was refused the KV pool: %s", exc)
-            connection.close()
-        else:
+            connection, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionError):
+            # It has hung up already.
+            return
+        except OSError as exc:
+            # Such as no file descriptor left: it stays readable, and trying again at once would only spin.
+            self._refusals.note(f"accepting failed: {exc}")
+            self._selector.unregister(self._socket)
+            self._accept_again_s = time.monotonic() + ACCEPT_PAUSE_S
+            return
+        try:
+            _check_user(connection)
+            connection.setblocking(False)
+            pending = _Pending(secrets.token_bytes(NONCE_BYTES), time.monotonic() + OWNER_TIMEOUT_S)
+            connection.send(pending.nonce)
             self._selector.register(connection, selectors.EVENT_READ)
+        except (OSError, HandshakeRefused) as exc:
+            self._refusals.note(str(exc))
+            connection.close()
+            return
+        self._pending[connection] = pending
+        if len(self._pending) > MAX_PENDING:
+            # A consumer answers at once: the oldest is the least likely to be one.
+            self._refuse(next(iter(self._pending)), "too many others came while it was silent")
 
-    def _grant(self, connection: socket.socket) -> None:
-        _check_user(connection)
-        own_nonce = secrets.token_bytes(NONCE_BYTES)
-        connection.send(own_nonce)
+    def _answer(self, connection: socket.socket) -> None:
+        """Take in a pending connection's proof and hand the pool over."""
+        try:
+            self._grant(connection, self._pending[connection].nonce)
+        except (OSError, HandshakeRefused) as exc:
+            self._refuse(connection, str(exc))
+        else:
+            del self._pending[connection]
+
+    def _refuse(self, connection: socket.socket, why: str) -> None:
+        del self._pending[connection]
+        self._hang_up(connection)
+        self._refusals.note(why)
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _grant(self, connection: socket.socket, own_nonce: bytes) -> None:
         answer = connection.recv(MAX_MESSAGE_BYTES)
         mac, nonce = answer[:MAC_BYTES], answer[MAC_BYTES:]
         expected = own_nonce + nonce + self._peer_id.encode()
@@ -121,6 +190,31 @@ class PoolListener:
         message = self._secret.mac(OWNER_PURPOSE, nonce + body) + body
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._pool_fd]))
         connection.sendmsg([message], [rights])
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """What the owner remembers of a connection until it has proved itself."""
+
+    nonce: bytes
+    deadline_s: float
+
+
+class _RefusalLog:
+    """Says that consumers were refused, but not once for each of a flood."""
+
+    def __init__(self) -> None:
+        self._quiet_until_s = 0.0
+        self._num_unsaid = 0
+
+    def note(self, why: str) -> None:
+        now_s = time.monotonic()
+        if now_s < self._quiet_until_s:
+            self._num_unsaid += 1
+            return
+        unsaid = f" (and {self._num_unsaid} more before it)" if self._num_unsaid else ""
+        log.warning("a consumer was refused the KV pool%s: %s", unsaid, why)
+        self._quiet_until_s, self._num_unsaid = now_s + REFUSAL_LOG_INTERVAL_S, 0
 
 
 class SharedPool:
