@@ -27,7 +27,8 @@ class ProxyConfig(ServiceConfig, HttpConfig):
     max_concurrent_requests: int = Field(default=1024, ge=1, le=1 << 20)
     """Most requests in flight; one more is a 503 with Retry-After. A batch of prompts counts once per prompt."""
     request_buffer_tokens: int = Field(default=4096, ge=16, le=1 << 20)
-    """Tokens kept for a client that reads more slowly than the engine generates; beyond it that request is aborted."""
+    """Tokens, beside four for each choice, kept for a client that reads more slowly than the engine generates; beyond it
+    that request is aborted."""
     max_retries: int = Field(default=3, ge=0, le=100)
     """How often one request may go on elsewhere after an engine failed it; 0: the failure reaches the client."""
     engine_wait_timeout_s: float = Field(default=10.0, ge=0, le=3600)
