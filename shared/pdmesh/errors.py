@@ -6,6 +6,7 @@
     │   ├── Unauthorized       401
     │   ├── Forbidden          403
     │   ├── NotFound           404
+    │   ├── TooSlow            408, its body did not come in time
     │   └── TooLarge           413
     ├── PeerError              another service failed or is gone; retried elsewhere
     │   ├── PeerUnavailable    503, cannot be reached or its stream broke
@@ -77,6 +78,10 @@ class Forbidden(ClientError):
 class NotFound(ClientError):
     status = 404
     openai_type = "NotFoundError"
+
+
+class TooSlow(ClientError):
+    status = 408
 
 
 class TooLarge(ClientError):

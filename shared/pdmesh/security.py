@@ -36,7 +36,7 @@ class MeshSecret:
         """Take the secret from `secret_file`, `secret`, or, on loopback, the per-user file. Raises ConfigError."""
         if config.secret_file:
             try:
-                secret = Path(config.secret_file).read_text(encoding="utf-8").strip()
+                secret = _text_of(Path(config.secret_file), f"secret-file {config.secret_file}")
             except OSError as exc:
                 raise ConfigError(f"secret-file {config.secret_file} cannot be read: {exc.strerror}") from exc
         else:
@@ -49,6 +49,8 @@ class MeshSecret:
         secret = secret or _per_user_secret()
         if len(secret) < MIN_SECRET_CHARS:
             raise ConfigError(f"the mesh secret has {len(secret)} characters; at least {MIN_SECRET_CHARS} are needed")
+        if not is_utf8(secret):
+            raise ConfigError("the mesh secret is not UTF-8 text; hexadecimal digits will do")
         return cls(secret)
 
     def mac(self, purpose: str, data: bytes) -> bytes:
@@ -83,6 +85,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if hmac.compare_digest(str(given).encode(), self._expected.encode()):
             return handler
         return _refuse_like(handler)
+
+
+def is_utf8(value: str) -> bool:
+    """Whether a setting was UTF-8 where it came from: what was not has surrogates, which nothing can encode."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse_like(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
@@ -128,8 +139,16 @@ def _per_user_secret() -> str:
             raise ConfigError(
                 f"{path} must belong to this user and be readable by no one else: chmod 600 it or remove it"
             )
-        return path.read_text(encoding="utf-8").strip()
+        return _text_of(path, str(path))
     except OSError as exc:
         raise ConfigError(
             f"the mesh secret cannot be kept in {folder}: {exc.strerror}; set PDMESH_SECRET instead"
         ) from exc
+
+
+def _text_of(path: Path, name: str) -> str:
+    """Contents of a secret's file, without the space around them. Raises OSError, ConfigError."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{name} is not UTF-8 text") from exc
