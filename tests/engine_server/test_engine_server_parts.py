@@ -3,139 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
-from pdmesh.config import EngineConfig
-from pdmesh.connector.peers import PeerDirectory
-from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
-from pdmesh.engine.messages import (
-    Abort,
-    AddRequest,
-    CoreReady,
-    OfferSealed,
-    ReleaseOffer,
-    Stats,
-    StepOutput,
-    ToCore,
-)
+from pdmesh.engine.messages import Abort, Stats
 from pdmesh.engine.server import sessions as sessions_module
-from pdmesh.engine.server.assembly import Engine, assemble
-from pdmesh.engine.server.core_peers import CorePeers
-from pdmesh.engine.server.identity import Identity
-from pdmesh.engine.server.requests import Sink
+from pdmesh.engine.server.assembly import Engine
 from pdmesh.engine.server.sessions import Broken
 from pdmesh.errors import Draining, InvalidRequest, Overloaded
-from pdmesh.protocol.messages import ChoiceDelta, GroupBlocks
+from pdmesh.protocol.messages import ChoiceDelta
 from pdmesh.protocol.ticket import unseal
 from pdmesh.security import MeshSecret
 from support.engines import SECRET, request
-
-READY = CoreReady(
-    model_fingerprint="model",
-    layout_fingerprints=["layout"],
-    block_size=16,
-    num_blocks=8,
-    block_bytes=64,
-    max_model_len=1024,
-    vocab_size=400,
-    eos_token_ids=[1],
-    connectors={},
-    dtype="float32",
-    backend="none",
-    row_invariant=True,
-)
-
-
-class HeldCore:
-    """The core's end: what was sent to it, and what the test lets it say."""
-
-    ready = READY
-
-    def __init__(self) -> None:
-        self.sent: list[ToCore] = []
-        self._said: asyncio.Queue[StepOutput] = asyncio.Queue()
-
-    def send(self, message: ToCore) -> None:
-        self.sent.append(message)
-
-    async def outputs(self) -> AsyncIterator[StepOutput]:
-        while True:
-            yield await self._said.get()
-
-    async def say(self, **fields: Any) -> None:
-        self._said.put_nowait(StepOutput(**fields))
-        await asyncio.sleep(0.01)
-
-    def added(self) -> AddRequest:
-        """The latest request."""
-        return next(message for message in reversed(self.sent) if isinstance(message, AddRequest))
-
-    def released(self) -> list[str]:
-        return [message.offer_id for message in self.sent if isinstance(message, ReleaseOffer)]
-
-    async def prefill(self, *, finish_reason: str = "") -> None:
-        """Seal the latest request's offer and give its first token."""
-        added = self.added()
-        blocks = GroupBlocks(group=0, block_ids=[0, 1, 2], generations=[5, 5, 5])
-        await self.say(
-            sealed=[OfferSealed(offer_id=added.offer_id, request_id="", groups=[blocks], num_tokens=40)],
-            deltas=[ChoiceDelta(request_id=added.request.request_id, token_ids=[9], finish_reason=finish_reason)],
-        )
-
-
-class Inbox(Sink):
-    def __init__(self) -> None:
-        self.deltas: list[ChoiceDelta] = []
-
-    def put(self, delta: ChoiceDelta) -> None:
-        self.deltas.append(delta)
-
-
-@asynccontextmanager
-async def _engine(core: HeldCore, **settings: Any) -> AsyncIterator[Engine]:
-    identity = Identity(engine_id="engine", role="prefill", model_name="m", address="127.0.0.1:1")
-    fd = create_pool_file("test")
-    shape = PoolShape(READY.num_blocks, READY.block_bytes)
-    size_pool_file(fd, shape)
-    pool = KVPool(fd, shape, writable=False)
-    core_peers = CorePeers(core)
-    secret = MeshSecret(SECRET)
-    async with (
-        PeerDirectory(
-            identity.peer_id, secret, ["shm"], "model", ["layout"], core_peers.attach, core_peers.detach
-        ) as peers,
-        asyncio.TaskGroup() as tasks,
-    ):
-        engine = assemble(
-            config=EngineConfig(**settings),
-            identity=identity,
-            secret=secret,
-            core=core,  # type: ignore[arg-type]
-            pool=pool,
-            core_peers=core_peers,
-            peers=peers,
-            tasks=tasks,
-        )
-        running = [tasks.create_task(engine.outputs.run(core)), tasks.create_task(engine.handoff.owner.run())]  # type: ignore[arg-type]
-        yield engine
-        for task in running:
-            task.cancel()
-    pool.close()
-    os.close(fd)
-
-
-def _play(scene: Callable[[HeldCore, Engine], Awaitable[None]], **settings: Any) -> None:
-    async def body() -> None:
-        core = HeldCore()
-        async with _engine(core, **settings) as engine:
-            await scene(core, engine)
-
-    asyncio.run(body())
+from support.held_engine import HeldCore, Inbox, counted, play
 
 
 def test_the_queue_bound_refuses_with_retry_after() -> None:
@@ -150,7 +30,7 @@ def test_the_queue_bound_refuses_with_retry_after() -> None:
         await core.say(stats=Stats(num_running=2, steps=1, num_blocks=8))
         submission.submit(request("c"), inbox)
 
-    _play(scene, max_num_queued_reqs=2)
+    play(scene, max_num_queued_reqs=2)
 
 
 def test_an_id_that_runs_is_refused_and_free_again_after_its_end() -> None:
@@ -169,7 +49,7 @@ def test_an_id_that_runs_is_refused_and_free_again_after_its_end() -> None:
         assert [delta.token_ids for delta in inbox.deltas] == [[6]]
         assert inbox.deltas[0].request_id == "a"
 
-    _play(scene)
+    play(scene)
 
 
 def test_a_session_that_does_not_drain_is_broken_and_its_requests_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +69,7 @@ def test_a_session_that_does_not_drain_is_broken_and_its_requests_aborted(monkey
         assert not quick.broken.done()
         assert len(engine.table) == 1
 
-    _play(scene)
+    play(scene)
 
 
 def test_a_ticket_that_was_never_sent_lets_its_offer_go() -> None:
@@ -205,7 +85,7 @@ def test_a_ticket_that_was_never_sent_lets_its_offer_go() -> None:
         assert core.released() == [offer_id]
         assert engine.offers.num_open == 0
 
-    _play(scene)
+    play(scene)
 
 
 def test_a_ticket_that_was_sent_outlives_its_session() -> None:
@@ -220,7 +100,7 @@ def test_a_ticket_that_was_sent_outlives_its_session() -> None:
         assert core.released() == []
         assert engine.offers.num_open == 1
 
-    _play(scene)
+    play(scene)
 
 
 def test_a_stop_string_on_one_choice_of_a_prefill_leaves_the_others_ticket() -> None:
@@ -235,7 +115,7 @@ def test_a_stop_string_on_one_choice_of_a_prefill_leaves_the_others_ticket() -> 
         assert inbox.deltas[-1].ticket
         assert len(engine.table) == 0
 
-    _play(scene)
+    play(scene)
 
 
 def test_a_dead_core_fails_what_runs_and_refuses_what_comes() -> None:
@@ -248,4 +128,48 @@ def test_a_dead_core_fails_what_runs_and_refuses_what_comes() -> None:
         with pytest.raises(Draining):
             engine.servicer._submission.submit(request("b"), inbox)
 
-    _play(scene)
+    play(scene)
+
+
+def test_a_defect_ends_the_request_that_met_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the session, and with it every request of that proxy."""
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        session = engine.servicer._sessions.open("proxy")
+        engine.servicer._submit(session, request("before"))
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.servicer._submission, "submit", lambda *arguments: [][0])
+            engine.servicer._submit(session, request("met", choices=[0, 1]))
+        engine.servicer._submit(session, request("after"))
+        deltas = await session.take()
+        assert [(each.request_id, each.choice, each.error_code) for each in deltas] == [
+            ("met", 0, "InternalError"),
+            ("met", 1, "InternalError"),
+        ]
+        assert not session.broken.done()
+        assert len(engine.table) == 2
+        assert counted(engine, "pdmesh_unexpected_errors_total", place="submit") == 1
+
+    play(scene)
+
+
+def test_a_streams_task_that_fails_is_told_unless_the_stream_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    class Context:
+        is_done = False
+
+        def done(self) -> bool:
+            return self.is_done
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async def fail() -> None:
+            raise ValueError("odd")
+
+        context = Context()
+        for context.is_done in (True, False):
+            task = asyncio.create_task(fail())
+            await asyncio.wait([task])
+            await engine.servicer._end(context, task)  # type: ignore[arg-type]
+        assert counted(engine, "pdmesh_unexpected_errors_total", place="stream") == 1
+        assert caplog.text.count("ValueError: odd") == 1
+
+    play(scene)

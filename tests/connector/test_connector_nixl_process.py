@@ -1,0 +1,141 @@
+"""The helper's orders over an agent that the test plays: above all, no pull is said to have ended while its read may run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from pdmesh.connector.nixl_agent import ReadState
+from pdmesh.connector.nixl_jobs import Memory
+from pdmesh.connector.nixl_messages import (
+    AgentConnected,
+    CancelPull,
+    ConnectAgent,
+    DisconnectAgent,
+    PullEnded,
+    StartPull,
+)
+from pdmesh.connector.nixl_process import Helper
+from pdmesh.connector.pool import PoolShape, create_pool_file, size_pool_file
+
+SHAPE = PoolShape(num_blocks=4, block_bytes=4096)
+PROOF = b"p" * 32
+
+
+class Agent:
+    """NIXL as the test wants it: each read is in the state the test gives it; running ones refuse to be released."""
+
+    def __init__(self) -> None:
+        self.states: list[ReadState] = []
+        self.reads: list[Any] = []
+        self.released: list[int] = []
+        self.removed: list[str] = []
+
+    def add_peer(self, metadata: bytes) -> str:
+        return metadata.decode()
+
+    def remove_peer(self, name: str) -> None:
+        self.removed.append(name)
+
+    def read(self, local: Any, remote: Any, peer: str) -> int:
+        self.states.append(ReadState.RUNNING)
+        self.reads.append(local)
+        return len(self.states) - 1
+
+    def state(self, handle: int) -> ReadState:
+        return self.states[handle]
+
+    def release(self, handle: int) -> None:
+        if self.states[handle] is ReadState.RUNNING:
+            raise RuntimeError("NIXL_ERR_REPOST_ACTIVE: the request cannot be canceled")
+        self.released.append(handle)
+
+
+class Scene:
+    def __init__(self) -> None:
+        fd = create_pool_file("test")
+        size_pool_file(fd, SHAPE)
+        self.memory = Memory(fd, SHAPE)
+        os.close(fd)
+        self.agent = Agent()
+        self.helper = Helper(self.agent, self.memory)  # type: ignore[arg-type]
+
+    def connect(self, peer_id: str = "owner@1", agent: bytes = b"agent-1") -> None:
+        order = ConnectAgent(
+            peer_id=peer_id, agent=agent, base=0, header_bytes=4096, proof_address=0, proof=self.memory.own_proof
+        )
+        self.helper.handle(order)
+        handle = len(self.agent.states) - 1
+        # The proof "arrives".
+        self.memory.proofs[: len(self.agent.states)] = self.memory.proofs[-1]
+        self.agent.states[handle] = ReadState.DONE
+        assert self.helper.poll() == [AgentConnected(peer_id=peer_id)]
+
+    def start(self, transfer_id: str, target: int, peer_id: str = "owner@1") -> int:
+        """Begin a pull; the handle of its read."""
+        pull = StartPull(
+            transfer_id=transfer_id,
+            peer_id=peer_id,
+            source_block_ids=[0],
+            generations=[0],
+            target_block_ids=[target],
+            deadline_s=30.0,
+        )
+        assert self.helper.handle(pull) == []
+        return len(self.agent.states) - 1
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def ended(transfer_id: str, reason: str = "peer_lost") -> PullEnded:
+    return PullEnded(transfer_id=transfer_id, reason=reason, num_bytes=0)
+
+
+def test_a_lost_peers_pull_ends_when_its_read_has(scene: Scene) -> None:
+    """It was said to have ended at once: its blocks went to another request, and the late read landed in them."""
+    scene.connect()
+    handles = [scene.start(name, target) for target, name in enumerate("abc")]
+    scene.agent.states[handles[0]] = ReadState.FAILED
+    # The peer is lost for all of them, but two reads still run.
+    assert scene.helper.poll() == [ended("a")]
+    assert scene.helper.poll() == []
+    assert scene.helper.busy
+    assert scene.agent.removed == []
+    scene.agent.states[handles[1]] = ReadState.FAILED
+    assert scene.helper.poll() == [ended("b")]
+    # Even one that has arrived after all: the peer was given up before.
+    scene.agent.states[handles[2]] = ReadState.DONE
+    assert scene.helper.poll() == [ended("c")]
+    assert not scene.helper.busy
+    assert scene.agent.removed == ["agent-1"]
+    assert set(handles) <= set(scene.agent.released)
+
+
+def test_disconnecting_waits_for_running_reads_too(scene: Scene) -> None:
+    scene.connect()
+    handle = scene.start("a", 0)
+    scene.helper.handle(CancelPull(transfer_id="a"))
+    assert scene.helper.handle(DisconnectAgent(peer_id="owner@1")) == []
+    assert scene.helper.poll() == []
+    scene.agent.states[handle] = ReadState.FAILED
+    assert scene.helper.poll() == [ended("a", "cancelled")]
+
+
+def test_a_peer_that_comes_back_is_not_dropped_with_its_old_reads(scene: Scene) -> None:
+    scene.connect()
+    old = scene.start("old", 0)
+    scene.connect()
+    new = scene.start("new", 1)
+    scene.agent.states[old] = ReadState.FAILED
+    assert scene.helper.poll() == [ended("old")]
+    # Its name is in use again: closing by that name would close the new connection.
+    assert scene.agent.removed == []
+    scene.agent.states[new] = ReadState.DONE
+    assert scene.helper.poll() == []
+    scene.agent.states[-1] = ReadState.DONE
+    assert [each.reason for each in scene.helper.poll() if isinstance(each, PullEnded)] == [""]

@@ -1,0 +1,289 @@
+"""Fetching over real gRPC, with the core and the owner played: what is checked, what is begun, who hears how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdmesh.connector.owner import PoolOwner
+from pdmesh.connector.pool import PoolShape
+from pdmesh.engine.messages import AddRequest, DisconnectPeer, TransferEnded
+from pdmesh.engine.server.assembly import Engine
+from pdmesh.lifecycle import grpc_server
+from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol import mesh_pb2_grpc
+from pdmesh.protocol.messages import GenerateRequest, GroupBlocks
+from pdmesh.protocol.offers import OfferTable
+from pdmesh.protocol.states import TransferState
+from pdmesh.protocol.ticket import Ticket, request_digest, seal
+from pdmesh.security import MeshSecret
+from support.engines import SECRET, request
+from support.held_engine import READY, HeldCore, Inbox, counted, play
+from support.pool_node import make_pool
+
+OURS = MeshSecret(SECRET)
+SHAPE = PoolShape(READY.num_blocks, READY.block_bytes)
+BLOCKS = GroupBlocks(group=0, block_ids=[0, 1, 2], generations=[1, 1, 1])
+GONE = "127.0.0.1:1"
+
+
+def ticket_of(made: GenerateRequest, address: str = GONE, peer_id: str = "owner@1", **changes: Any) -> Ticket:
+    engine_id, _, epoch = peer_id.rpartition("@")
+    ticket = Ticket(
+        offer_id="o",
+        engine_id=engine_id,
+        epoch=int(epoch),
+        address=address,
+        digest=request_digest(made.token_ids, cache_salt=made.cache_salt),
+        groups=[BLOCKS],
+        num_tokens=len(made.token_ids),
+        layout_fingerprints=READY.layout_fingerprints,
+        model_fingerprint=READY.model_fingerprint,
+        first_tokens={choice: [9] for choice in made.choices},
+    )
+    return msgspec.structs.replace(ticket, **changes)
+
+
+def decode_leg(ticket: Ticket, **fields: Any) -> GenerateRequest:
+    fields = {"emitted": [[9]]} | fields
+    return request("r", ticket=seal(ticket, OURS), **fields)
+
+
+@asynccontextmanager
+async def owning(made: GenerateRequest, peer_id: str = "owner@1") -> AsyncIterator[tuple[str, OfferTable]]:
+    """An owner with one offer; its address and its table."""
+    pool, table = make_pool(SHAPE, filled=True), OfferTable()
+    table.open("o", request_id="r", digest=request_digest(made.token_ids, cache_salt=made.cache_salt))
+    table.seal("o", [BLOCKS], len(made.token_ids))
+    owner = PoolOwner(
+        peer_id=peer_id,
+        pool=pool,
+        offers=table,
+        connectors={"shm": b""},
+        model_fingerprint=READY.model_fingerprint,
+        layout_fingerprints=READY.layout_fingerprints,
+        on_ended=lambda ended: None,
+    )
+    async with grpc_server("127.0.0.1", 0, OURS, lambda server: [owner.add_to(server)]) as port:
+        yield f"127.0.0.1:{port}", table
+    pool.close()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def submitted(engine: Engine, made: GenerateRequest) -> Inbox:
+    inbox = Inbox()
+    engine.servicer._submission.submit(made, inbox)
+    return inbox
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "word"),
+    [
+        ({"digest": b"x" * 32}, {}, "digest"),
+        ({"num_tokens": 39}, {}, "num_tokens"),
+        ({"model_fingerprint": "other"}, {}, "model_fingerprint"),
+        ({"layout_fingerprints": ["other"]}, {}, "layout_fingerprints"),
+        ({}, {"emitted": [[8]]}, "first_tokens"),
+        ({}, {"emitted": []}, "first_tokens"),
+        ({}, {"choices": [1]}, "first_tokens"),
+        ({"first_tokens": {0: [9, 4]}}, {}, "first_tokens"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_ticket_that_does_not_fit_the_request_is_not_used(
+    changes: dict[str, Any], fields: dict[str, Any], word: str, policy: str
+) -> None:
+    made = decode_leg(ticket_of(request("r"), **changes), **fields)
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        inbox = submitted(engine, made)
+        if policy == "fail":
+            await until(lambda: inbox.deltas)
+            assert inbox.deltas[-1].error_code == "TransferFailed"
+            assert inbox.deltas[-1].error_message.startswith(f"{word}:")
+            assert core.sent == []
+        else:
+            await until(lambda: core.sent)
+            assert core.added().source is None
+            assert counted(engine, "pdmesh_fallbacks_total", reason=word) == 1
+
+    play(scene, kv_load_failure_policy=policy)
+
+
+def test_a_ticket_that_fits_is_fetched_also_after_more_tokens() -> None:
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async with owning(request("r")) as (address, table):
+            submitted(engine, decode_leg(ticket_of(request("r"), address), emitted=[[9, 4, 7]]))
+            await until(lambda: core.sent and isinstance(core.sent[-1], AddRequest))
+            source = core.added().source
+            assert source is not None
+            assert (source.peer_id, source.groups, source.num_tokens) == ("owner@1", [BLOCKS], 40)
+            assert table.num_transfers == 1
+
+    play(scene)
+
+
+def test_a_dead_owner_is_not_taken_for_this_engine_by_the_proxy() -> None:
+    """It surfaced as PeerUnavailable, for which the proxy excludes the engine that answered: a healthy one."""
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        inbox = submitted(engine, decode_leg(ticket_of(request("r"))))
+        await until(lambda: inbox.deltas)
+        assert inbox.deltas[-1].error_code == "TransferFailed"
+        assert inbox.deltas[-1].error_message.startswith("peer_unavailable:")
+
+    play(scene, kv_load_failure_policy="fail")
+
+
+def test_a_stale_name_does_not_cost_a_live_peer_its_pulls() -> None:
+    """Each ticket of an earlier start, and each wrong remote_engine_id, dropped the peer that lives there now."""
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async with owning(request("r"), "owner@2") as (address, table):
+            submitted(engine, decode_leg(ticket_of(request("r"), address, "owner@2")))
+            await until(lambda: table.num_transfers)
+            made = decode_leg(ticket_of(request("r"), address, "owner@1"))
+            inbox = submitted(engine, made)
+            await until(lambda: inbox.deltas)
+            assert inbox.deltas[-1].error_message.startswith("restarted:")
+            assert table.num_transfers == 1
+            assert not [message for message in core.sent if isinstance(message, DisconnectPeer)]
+
+    play(scene, kv_load_failure_policy="fail")
+
+
+@pytest.mark.parametrize(("reason", "num_fallbacks"), [("aborted", 0), ("cancelled", 0), ("stale: block 3", 1)])
+def test_a_client_that_leaves_during_a_pull_is_no_fallback(reason: str, num_fallbacks: int) -> None:
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async with owning(request("r")) as (address, table):
+            submitted(engine, decode_leg(ticket_of(request("r"), address)))
+            await until(lambda: core.sent and isinstance(core.sent[-1], AddRequest))
+            source = core.added().source
+            assert source is not None
+            ended = TransferEnded(
+                transfer_id=source.transfer_id, peer_id="owner@1", request_id="r", committed=False, reason=reason
+            )
+            await core.say(transfers=[ended])
+            assert counted(engine, "pdmesh_fallbacks_total") == num_fallbacks
+            await until(lambda: not table.num_transfers)
+            assert table.transfers_ended[TransferState.FAILED if num_fallbacks else TransferState.ABORTED] == 1
+
+    play(scene)
+
+
+class Tier(mesh_pb2_grpc.KVCacheServicer, mesh_pb2_grpc.KVPeerServicer):
+    """A tier that hits always, as slow and as often restarted as the test wants."""
+
+    def __init__(self) -> None:
+        self.epoch = 1
+        self.delay_s = 0.0
+        self.lookups: list[pb.LookupRequest] = []
+        self.ended: list[pb.EndTransferRequest] = []
+
+    @property
+    def peer_id(self) -> str:
+        return f"tier@{self.epoch}"
+
+    async def Lookup(self, request: pb.LookupRequest, context: object) -> pb.LookupReply:
+        self.lookups.append(request)
+        await asyncio.sleep(self.delay_s)
+        blocks = pb.BlockList(block_ids=[0], generations=[1])
+        return pb.LookupReply(num_hits=1, num_arena=1, peer_id=self.peer_id, blocks=blocks)
+
+    async def Handshake(self, request: pb.HandshakeRequest, context: object) -> pb.HandshakeReply:
+        connectors = [pb.ConnectorMetadata(connector="shm")]
+        return pb.HandshakeReply(peer_id=self.peer_id, protocol=1, connectors=connectors, num_blocks=8, block_bytes=64)
+
+    async def EndTransfer(self, request: pb.EndTransferRequest, context: object) -> pb.EndTransferReply:
+        self.ended.append(request)
+        return pb.EndTransferReply(known=True)
+
+
+def play_with_tier(scene: Any) -> None:
+    """Run a scene of (core, engine, tier) once they are connected."""
+
+    async def body() -> None:
+        tier = Tier()
+
+        def register(server: Any) -> list[str]:
+            mesh_pb2_grpc.add_KVCacheServicer_to_server(tier, server)
+            mesh_pb2_grpc.add_KVPeerServicer_to_server(tier, server)
+            return []
+
+        async with grpc_server("127.0.0.1", 0, OURS, register) as port:
+
+            async def connected(core: HeldCore, engine: Engine) -> None:
+                assert engine.tier is not None
+                running = asyncio.create_task(engine.tier.run())
+                await engine.tier.tried()
+                await scene(core, engine, tier)
+                running.cancel()
+                await asyncio.wait([running])
+
+            await asyncio.to_thread(play, connected, kvcache=f"127.0.0.1:{port}", kvcache_lookup_timeout_s=0.4)
+
+    asyncio.run(body())
+
+
+def test_a_tier_that_restarted_is_asked_again_and_told_of_the_first_answer() -> None:
+    async def scene(core: HeldCore, engine: Engine, tier: Tier) -> None:
+        submitted(engine, request("before"))
+        await until(lambda: core.sent and isinstance(core.sent[-1], AddRequest))
+        tier.epoch = 2
+        submitted(engine, request("after"))
+        await until(lambda: isinstance(core.sent[-1], AddRequest) and "after" in core.added().request.request_id)
+        source = core.added().source
+        assert source is not None
+        assert source.peer_id == "tier@2"
+        assert [lookup.transfer_id for lookup in tier.lookups[1:]] == [tier.ended[0].transfer_id, source.transfer_id]
+        # The time the tier may take, not the time that the pull may take afterwards.
+        assert {lookup.remaining_ms for lookup in tier.lookups} == {400}
+
+    play_with_tier(scene)
+
+
+def test_a_lookup_that_nobody_waits_for_lets_its_pins_go() -> None:
+    """Nobody ended it: the tier kept the blocks pinned for its whole lease."""
+
+    async def scene(core: HeldCore, engine: Engine, tier: Tier) -> None:
+        tier.delay_s = 0.2
+        running = engine.servicer._submission.submit(request("left"), Inbox())
+        await until(lambda: tier.lookups)
+        engine.endings.abort(running)
+        await until(lambda: tier.ended)
+        assert tier.ended[0].transfer_id == tier.lookups[0].transfer_id
+        assert tier.ended[0].reason == "aborted"
+        tier.delay_s = 2.0
+        submitted(engine, request("slow"))
+        await until(lambda: len(tier.ended) == 2)
+        assert tier.ended[1].transfer_id == tier.lookups[1].transfer_id
+        # Whichever clock rings first: the call's or the caller's.
+        assert tier.ended[1].reason in ("timeout", "aborted")
+
+    play_with_tier(scene)
+
+
+def test_one_request_in_a_hurry_does_not_pause_the_tier_for_all() -> None:
+    async def scene(core: HeldCore, engine: Engine, tier: Tier) -> None:
+        tier.delay_s = 0.2
+        submitted(engine, request("hurried", deadline_s=0.1))
+        await asyncio.sleep(0.3)
+        tier.delay_s = 0.0
+        submitted(engine, request("patient"))
+        await until(lambda: len(tier.lookups) == 2)
+        await until(lambda: core.sent and isinstance(core.sent[-1], AddRequest))
+        assert core.added().source is not None
+        assert counted(engine, "pdmesh_tier_lookups_total", outcome="paused") == 0
+
+    play_with_tier(scene)
