@@ -118,7 +118,8 @@ class EngineConfig(ServiceConfig, HttpConfig):
     connector: list[Literal["shm", "nixl", "grpc"]] = ["shm", "grpc"]
     """Ways to exchange KV, in order of preference, comma-separated; the first that both sides can is used."""
     kv_peers: list[str] = []
-    """gRPC `host:port` of engines whose KV may be fetched with vLLM's kv_transfer_params; on loopback any loopback one."""
+    """gRPC `host:port` of engines whose KV may be fetched with vLLM's kv_transfer_params; a name stands for every address it
+    resolves to. On loopback this user's own engines need not be listed."""
     kv_lease_duration_s: float = Field(default=30.0, gt=0, le=3600)
     """Seconds that a stock `do_remote_decode` offer lives unless fetched. The mesh's own offers have 10 s, renewed."""
     kvcache: str = ""

@@ -121,6 +121,9 @@ def test_names_and_ports_meet(origin: str, tmp_path: Path) -> None:
     proxy: Any = configs["proxy"]
     assert proxy.prefill == ["prefill:8101"]
     assert proxy.decode == ["decode:8201"]
+    # Without it a stock router's decode leg is refused off loopback.
+    decode: Any = configs["decode"]
+    assert decode.kv_peers == proxy.prefill
     given = {*proxy.prefill, *proxy.decode, *(configs[engine].kvcache for engine in ENGINES)}
     assert given <= listening
 
