@@ -1,12 +1,16 @@
 """The core's loop over a backend whose tokens show every mistake in the block tables."""
 
+import math
 import random
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdmesh.engine.messages import Abort, ReleaseOffer
 from pdmesh.errors import InternalError
-from support.core_harness import CoreHarness
+from support.core_harness import CoreHarness, make_add
 from support.fake_backend import EOS, VOCAB_SIZE, expected_tokens, logits_after
 
 
@@ -238,6 +242,34 @@ def test_the_third_failed_step_in_a_row_ends_the_core() -> None:
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"emitted": [[1], [2]]}, "emitted"),
         ({"choices": [0, 0]}, "n"),
+        ({"choices": [1 << 32]}, "n"),
+        ({"prompt": [2, 1 << 63]}, "prompt"),
+        ({"n": 0, "choices": [0]}, "n"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 5.0}, "min_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"min_tokens": 9}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"logprobs": -5}, "logprobs"),
+        ({"logprobs": 1001}, "logprobs"),
+        ({"prompt_logprobs": -7}, "prompt_logprobs"),
+        ({"logit_bias": {3: 101.0}}, "logit_bias"),
+        ({"bad_words_token_ids": [[]]}, "bad_words"),
+        *(
+            ({field: wrong}, field)
+            for wrong in (math.nan, math.inf, -math.inf)
+            for field in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
+        ),
+        *(({"logit_bias": {3: wrong}}, "logit_bias") for wrong in (math.nan, math.inf, -math.inf)),
     ],
 )
 def test_bad_requests_are_refused_and_others_go_on(options: dict[str, object], param: str) -> None:
@@ -245,18 +277,63 @@ def test_bad_requests_are_refused_and_others_go_on(options: dict[str, object], p
     core.add(prompt_of(5), "good")
     core.add(**{"prompt": [2, 3], "request_id": "bad"} | options)  # type: ignore[arg-type]
     core.run()
-    delta = core.deltas_of("bad")[0]
+    delta = next(delta for delta in core.deltas if delta.request_id == "bad")
     assert (delta.error_code, delta.error_param, delta.finish_reason) == ("InvalidRequest", param, "error")
     assert core.tokens("good") == expected_tokens(prompt_of(5), 8)
 
 
 def test_a_request_that_cannot_even_be_checked_is_answered() -> None:
     core = CoreHarness()
-    core.add([2, 1 << 63], n=2)
+    broken = make_add([2], n=2)
+    core.send(msgspec.structs.replace(broken, request=msgspec.structs.replace(broken.request, token_ids=None)))
     core.add(prompt_of(5), "good")
     core.run()
     assert [core.deltas_of(choice=choice)[0].error_code for choice in (0, 1)] == ["InternalError"] * 2
     assert core.tokens("good") == expected_tokens(prompt_of(5), 8)
+
+
+anything = st.floats() | st.sampled_from([0.0, 1.0, 1e-9, 1e308, 5e-324, 2.0, -2.0])
+counts = st.integers(-3, 70) | st.sampled_from([-(1 << 63), (1 << 64) - 1])
+
+
+@settings(max_examples=150)
+@given(
+    floats=st.dictionaries(
+        st.sampled_from(
+            ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+        ),
+        anything,
+    ),
+    integers=st.dictionaries(
+        st.sampled_from(["top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"]), counts
+    ),
+    logit_bias=st.dictionaries(counts, anything, max_size=3),
+)
+def test_whatever_the_parameters_are_a_request_is_served_or_its_client_is_told(
+    floats: dict[str, float], integers: dict[str, int], logit_bias: dict[int, float]
+) -> None:
+    core = CoreHarness(max_model_len=30)
+    core.add(prompt_of(5), "good")
+    core.add(prompt_of(6), "any", **floats, **integers, logit_bias=logit_bias)
+    core.run()
+    assert core.tokens("good") == expected_tokens(prompt_of(5), 8)
+    last = core.deltas_of("any")[-1]
+    assert last.finish_reason == "length" or last.error_code == "InvalidRequest", last.error_message
+    core.close()
+
+
+@pytest.mark.parametrize("wrong", [{"min_p": 5.0, "temperature": 1.0}, {"logprobs": -5}, {"prompt_logprobs": -7}])
+def test_a_row_that_cannot_be_sampled_ends_alone(wrong: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, it took all requests of its step along, and after three such steps the engine."""
+    monkeypatch.setattr("pdmesh.engine.scheduler.check_request", lambda add, limits: None)
+    core = CoreHarness()
+    core.add(prompt_of(5), "good", max_tokens=8)
+    for index in range(4):
+        core.add(prompt_of(6 + index), f"bad{index}", **wrong)
+    core.run()
+    assert {core.deltas_of(f"bad{index}")[-1].error_code for index in range(4)} == {"InternalError"}
+    assert core.tokens("good") == expected_tokens(prompt_of(5), 8)
+    assert core.num_used == 0
 
 
 def test_a_request_too_many_is_told_to_come_back() -> None:

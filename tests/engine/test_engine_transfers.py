@@ -1,5 +1,6 @@
 """Pulls between two cores over the real shm connector: same tokens, and every failure ends in its policy."""
 
+import math
 import random
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ from pdmesh.engine.messages import (
     OfferSealed,
     TransferEnded,
 )
-from pdmesh.protocol.messages import KVSource
+from pdmesh.protocol.messages import GroupBlocks, KVSource
 from pdmesh.security import MeshSecret
 from support.core_harness import CoreHarness, make_add
 from support.fake_backend import VOCAB_SIZE, expected_tokens
@@ -81,6 +82,44 @@ def test_a_pulled_prompt_goes_on_at_token_two(pair: tuple[CoreHarness, CoreHarne
     assert (transfer.committed, transfer.transfer_id, transfer.peer_id) == (True, "t", "p@1")
     # Nothing of the prompt was computed here.
     assert decode.backend.steps[0].context_len.tolist() == [length]
+
+
+@pytest.mark.parametrize("fail_policy", ["recompute", "fail"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"groups": []},
+        {"groups": [GroupBlocks(group=0, block_ids=[1 << 40] * 5, generations=[1] * 5)]},
+        {"groups": [GroupBlocks(group=0, block_ids=[(1 << 32) - 1] * 5, generations=[1] * 5)]},
+        {"groups": [GroupBlocks(group=0, block_ids=[-1] * 5, generations=[1] * 5)]},
+        {"groups": [GroupBlocks(group=0, block_ids=[1] * 5, generations=[-1] * 5)]},
+        {"groups": [GroupBlocks(group=0, block_ids=[1] * 5, generations=[1 << 64] * 5)]},
+        {"groups": [GroupBlocks(group=0, block_ids=[1] * 5, generations=[1] * 4)]},
+        {"groups": [GroupBlocks(group=0, block_ids=[1] * 4, generations=[1] * 4)]},
+        {"num_tokens": 0},
+        {"num_tokens": -20, "groups": [GroupBlocks(group=0, block_ids=[], generations=[])], "first_block": -5},
+        {"first_block": -1, "groups": [GroupBlocks(group=0, block_ids=[1] * 6, generations=[1] * 6)]},
+        {"deadline_s": math.nan},
+        {"deadline_s": math.inf},
+    ],
+)
+def test_a_source_that_cannot_be_meets_the_failure_policy(
+    pair: tuple[CoreHarness, CoreHarness], changes: dict[str, object], fail_policy: str
+) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(17)
+    sealed = prefill_prompt(prefill, prompt)
+    source = source_of(sealed, fail_policy=fail_policy, **changes)
+    decode.add(prompt, emitted=[prefill.tokens()], source=source)
+    decode.run()
+    [transfer] = ended(decode)
+    assert not transfer.committed
+    if fail_policy == "fail":
+        assert decode.deltas_of()[-1].error_code == "TransferFailed"
+    else:
+        assert decode.deltas_of()[0].kv_source == f"recompute:{transfer.reason}"
+        assert prefill.tokens() + decode.tokens() == expected_tokens(prompt, 8)
+    assert decode.num_used == 0
 
 
 def test_pulled_blocks_serve_later_prompts(pair: tuple[CoreHarness, CoreHarness]) -> None:

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdmesh.engine.messages import AddRequest
+from pdmesh.engine.sampling_limits import check_sampling
 from pdmesh.errors import InvalidRequest
+
+# The noise counts choices in 32 bits.
+CHOICE_RANGE = 1 << 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,7 @@ def check_request(add: AddRequest, limits: Limits) -> None:
     """Raise InvalidRequest, naming field, value and limit, for a request that can never be served."""
     request, sampling = add.request, add.request.sampling
     _check_choices(add, limits)
+    check_sampling(sampling)
     _check_length(add, limits)
     _check_ids("prompt", request.token_ids, limits)
     for tokens in request.emitted:
@@ -37,8 +42,6 @@ def check_request(add: AddRequest, limits: Limits) -> None:
     _check_ids("allowed_token_ids", sampling.allowed_token_ids or [], limits)
     for word in sampling.bad_words_token_ids:
         _check_ids("bad_words", word, limits)
-    if sampling.allowed_token_ids == []:
-        raise InvalidRequest("allowed_token_ids is empty, so no token could follow", param="allowed_token_ids")
 
 
 def _check_length(add: AddRequest, limits: Limits) -> None:
@@ -64,8 +67,8 @@ def _check_choices(add: AddRequest, limits: Limits) -> None:
             f"{limits.max_num_queued_reqs} (max-num-queued-reqs)",
             param="n",
         )
-    if not choices or len(set(choices)) != len(choices) or min(choices) < 0:
-        raise InvalidRequest(f"choices {choices[:8]} must be distinct and not negative", param="n")
+    if not choices or len(set(choices)) != len(choices) or not 0 <= min(choices) <= max(choices) < CHOICE_RANGE:
+        raise InvalidRequest(f"choices {choices[:8]} must be distinct and in 0…{CHOICE_RANGE - 1}", param="n")
     if emitted and len(emitted) != len(choices):
         raise InvalidRequest(f"emitted has {len(emitted)} lists for {len(choices)} choices", param="emitted")
 
@@ -73,8 +76,11 @@ def _check_choices(add: AddRequest, limits: Limits) -> None:
 def _check_ids(field: str, token_ids: list[int], limits: Limits) -> None:
     if not token_ids:
         return
-    array = np.array(token_ids, dtype=np.int64)
-    low, high = int(array.min()), int(array.max())
+    try:
+        array = np.array(token_ids, dtype=np.int64)
+        low, high = int(array.min()), int(array.max())
+    except OverflowError:
+        low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= limits.vocab_size:
         wrong = low if low < 0 else high
         raise InvalidRequest(f"{field}: token id {wrong} is outside 0…{limits.vocab_size - 1}", param=field)

@@ -5,7 +5,7 @@ import torch
 from pdmesh.engine.backend import Backend
 from pdmesh.engine.batch import LogitsSpan, build_step
 from pdmesh.engine.progress import RowResult
-from pdmesh.engine.sampler import Sampler
+from pdmesh.engine.sampler import Sampler, row_failure
 from pdmesh.engine.scheduler import Schedule
 from pdmesh.engine.token_logprobs import raw_logprobs, report_logprobs
 from pdmesh.protocol.messages import TokenLogprobs
@@ -23,8 +23,12 @@ class Runner:
         """Compute a schedule and return one result per row. Raises whatever the backend raises."""
         step = build_step(schedule)
         logits_RV = self._backend.forward(step.batch)
-        results = [RowResult(prompt_logprobs=_prompt_logprobs(logits_RV, span)) for span in step.spans]
-        sampling = [(span, result) for span, result in zip(step.spans, results, strict=True) if span.has_sample]
+        results = [_begin_result(logits_RV, span) for span in step.spans]
+        sampling = [
+            (span, result)
+            for span, result in zip(step.spans, results, strict=True)
+            if span.has_sample and result.error is None
+        ]
         if not sampling:
             return results
         indices = [span.sample_index for span, _ in sampling]
@@ -35,6 +39,13 @@ class Runner:
             if sample.error is None:
                 result.token_id, result.logprobs = sample.token_id, sample.logprobs
         return results
+
+
+def _begin_result(logits_RV: torch.Tensor, span: LogitsSpan) -> RowResult:
+    try:
+        return RowResult(prompt_logprobs=_prompt_logprobs(logits_RV, span))
+    except Exception as exc:  # one row's parameters must not end the others of its step
+        return RowResult(error=row_failure(span.sequence, exc))
 
 
 def _prompt_logprobs(logits_RV: torch.Tensor, span: LogitsSpan) -> list[TokenLogprobs]:

@@ -7,6 +7,7 @@ choice, absolute position, token id), so that a row's token depends on nothing b
 step, the process or the device.
 """
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from pdmesh.engine.sampling_state import SamplingState
 from pdmesh.engine.token_logprobs import raw_logprobs, report_logprobs
 from pdmesh.errors import InternalError, InvalidRequest, MeshError
 from pdmesh.protocol.messages import SamplingParams, TokenLogprobs
+
+log = logging.getLogger(__name__)
 
 # Below this temperature the division overflows before the distribution differs from greedy.
 MIN_TEMPERATURE = 1e-5
@@ -46,24 +49,38 @@ class Sampler:
 
     def sample(self, logits_RV: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
         """Return the next token of `sequences[i]` from row i. Changes the logits, float32 [R, V], in place."""
-        states = [self._state_of(sequence) for sequence in sequences]
-        reporting = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
+        reporting = [row for row, each in enumerate(sequences) if each.request.sampling.logprobs is not None]
+        places = {row: place for place, row in enumerate(reporting)}
         raw_RV = raw_logprobs(logits_RV[reporting]) if reporting else logits_RV
         largest, greedy = (values.tolist() for values in logits_RV.max(dim=-1))
-        results = [_pick(logits_RV[row], state, largest[row], greedy[row]) for row, state in enumerate(states)]
-        for place, row in enumerate(reporting):
-            if results[row].error is None:
-                num_top = states[row].sampling.logprobs or 0
-                results[row].logprobs = report_logprobs(raw_RV[place : place + 1], [results[row].token_id], num_top)[0]
-        for state, result in zip(states, results, strict=True):
-            if result.error is None:
-                state.observe(result.token_id)
+        results: list[Sampled] = []
+        for row, sequence in enumerate(sequences):
+            try:
+                result = _pick(logits_RV[row], self._state_of(sequence), largest[row], greedy[row])
+                if result.error is None:
+                    self._note(sequence, result, raw_RV[places[row]] if row in places else None)
+            except Exception as exc:  # one row's parameters must not end the others of its step
+                result = Sampled(error=row_failure(sequence, exc))
+            results.append(result)
         return results
+
+    def _note(self, sequence: Sequence, result: Sampled, raw_V: torch.Tensor | None) -> None:
+        """Count the token and describe it, where its log-probabilities are wanted."""
+        if raw_V is not None:
+            num_top = sequence.request.sampling.logprobs or 0
+            result.logprobs = report_logprobs(raw_V.unsqueeze(0), [result.token_id], num_top)[0]
+        self._state_of(sequence).observe(result.token_id)
 
     def _state_of(self, sequence: Sequence) -> SamplingState:
         if sequence.sampling_state is None:
             sequence.sampling_state = SamplingState(sequence, self._eos_token_ids)
         return sequence.sampling_state
+
+
+def row_failure(sequence: Sequence, exc: Exception) -> InternalError:
+    """Log what failed for one row of a step, and return the error that ends its choice."""
+    log.error("choice %r could not be sampled", sequence, exc_info=exc)
+    return InternalError(f"the engine failed to sample: {type(exc).__name__}: {exc}")
 
 
 def _pick(logits_V: torch.Tensor, state: SamplingState, largest: float, greedy: int) -> Sampled:
@@ -77,6 +94,8 @@ def _pick(logits_V: torch.Tensor, state: SamplingState, largest: float, greedy: 
         largest, greedy = top.values.item(), int(top.indices.item())
         if largest == -torch.inf:
             return Sampled(error=InvalidRequest("the sampling parameters leave no token that may follow"))
+        if not largest < torch.inf:
+            return Sampled(error=InvalidRequest("the sampling parameters make the logits overflow"))
     if state.sampling.temperature < MIN_TEMPERATURE:
         return Sampled(greedy)
     return Sampled(_draw(logits_V / state.sampling.temperature, state.sampling, state.sequence))

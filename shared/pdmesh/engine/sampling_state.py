@@ -10,6 +10,8 @@ import torch
 from pdmesh.engine.request import Sequence
 from pdmesh.engine.token_counts import TokenCounts
 
+MAX_FLOAT32 = torch.finfo(torch.float32).max
+
 
 class SamplingState:
     """Edits and counts of one sequence."""
@@ -69,7 +71,8 @@ class SamplingState:
         device, sampling = logits_V.device, self.sampling
         if self._seen is not None:
             ids = self._seen.ids.to(device)
-            seen, penalty = logits_V[ids], sampling.repetition_penalty
+            # What overflows to infinity would make NaN of a logit of zero.
+            seen, penalty = logits_V[ids], min(sampling.repetition_penalty, MAX_FLOAT32)
             logits_V[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
         if self._output is not None:
             counts = self._output.counts.to(device)
