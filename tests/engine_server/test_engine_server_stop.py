@@ -1,11 +1,15 @@
 """An engine that is told to stop, while it starts, while it runs, or before it can start at all."""
 
 import asyncio
+import os
 import socket
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from pdmesh.config import EngineConfig
@@ -13,7 +17,7 @@ from pdmesh.engine.server.preflight import check_engine
 from pdmesh.engine.server.service import serve_engine
 from pdmesh.errors import ConfigError, Draining
 from pdmesh.lifecycle import Life, unless_stopped_early
-from support.engines import loop_thread, proxy_session, request, start_engines
+from support.engines import SECRET, loop_thread, proxy_session, request, start_engines
 
 
 def test_drain_lets_requests_finish_refuses_new_ones_and_ends_the_rest(tiny_model: str) -> None:
@@ -53,16 +57,36 @@ def test_an_engine_that_cannot_start_says_why(settings: dict[str, Any], says: st
         asyncio.run(check_engine(config))
 
 
-def test_a_stop_while_starting_ends_it(tiny_model: str) -> None:
-    async def body() -> None:
-        config = EngineConfig(model=tiny_model, port=0, grpc_port=0, cpu_threads=1)
+def _held() -> set[str]:
+    """What an engine could leave behind: child processes and descriptors of shared memory."""
+    folder = Path("/proc/self/fd")
+    links = {f"{each.name}: {os.readlink(each)}" for each in folder.iterdir() if each.exists() or each.is_symlink()}
+    children = {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
+    return {link for link in links if "memfd:pdmesh" in link} | children
+
+
+def test_a_stop_while_starting_ends_it_and_leaves_nothing(tiny_model: str) -> None:
+    """At whatever point of its start: before the core process, when there is one, and when it has its pool."""
+
+    async def body(has_come: Callable[[], bool]) -> None:
+        config = EngineConfig(model=tiny_model, port=0, grpc_port=0, cpu_threads=1, secret=SECRET)
         life = Life()
         serving = asyncio.create_task(unless_stopped_early(serve_engine(config, life, "decode"), life))
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(20):
+            while not has_come():
+                assert not life.is_ready, "it was too late to stop a start"
+                await asyncio.sleep(0.005)
         life.stop()
-        await asyncio.wait_for(serving, 3)
+        await asyncio.wait_for(serving, 5)
 
-    asyncio.run(body())
+    before = _held()
+    for has_come in (
+        lambda: True,
+        lambda: any("memfd" in each for each in _held() - before),
+        lambda: any("process" in each for each in _held() - before),
+    ):
+        asyncio.run(body(has_come))
+        assert _held() - before == set()
 
 
 def test_a_taken_port_is_told_before_the_model_is_loaded(tiny_model: str) -> None:
