@@ -367,6 +367,44 @@ def test_malformed_store_and_a_stranger_are_refused() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("block_bytes", [1, 511, 1 << 40])
+def test_absurd_block_bytes_are_refused_with_the_limit(block_bytes: int) -> None:
+    """One handshake with blocks of one byte booked 40 million slots, and the service stood still for seconds."""
+
+    async def scenario() -> None:
+        async with running_tier() as tier:
+            hello = pb.HandshakeRequest(
+                model_fingerprint=MODEL, layout_fingerprints=[LAYOUT], block_bytes=[block_bytes], protocol_max=1
+            )
+            store = pb.StoreRequest(
+                model_fingerprint=MODEL,
+                layout_fingerprint=LAYOUT,
+                owner_id="engine-x@1",
+                owner_address="127.0.0.1:1",
+                block_bytes=block_bytes,
+            )
+            for call, request in ((tier.peer.Handshake, hello), (tier.stub.Store, store)):
+                with pytest.raises(grpc.aio.AioRpcError, match="block_bytes must be 4096 to 1073741824") as refused:
+                    await call(request, timeout=5, metadata=tier.metadata)
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await tier.metric("layouts") == 0
+
+    asyncio.run(scenario())
+
+
+def test_arena_has_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("pdmesh_kvcache.arenas.MAX_SLOTS", 10)
+
+    async def scenario() -> None:
+        async with running_tier(arena_bytes=1 << 20) as tier, running_engine("prefill") as prefill:
+            await prefill.store(tier, chain("x", 12), list(range(12)))
+            await tier.until("slots_used", at_least(10))
+            assert (await tier.stats()).num_slots == 10
+
+    asyncio.run(scenario())
+    assert any("leaves memory unused" in record.message for record in caplog.records)
+
+
 def test_transfer_id_of_a_running_lookup_is_not_taken_twice() -> None:
     async def scenario() -> None:
         async with running_tier() as tier, running_engine("prefill") as prefill:

@@ -111,6 +111,54 @@ def test_hits_behind_the_arena_continue_those_in_it(valkey: embedded_valkey.Embe
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("broken", [(INDEX_KEY,), (SIZES_KEY,), (INDEX_KEY, SIZES_KEY)])
+def test_book_of_a_wrong_type_is_rebuilt_from_the_values(
+    valkey: embedded_valkey.EmbeddedValkey, client: redis.Redis, broken: tuple[str, ...]
+) -> None:
+    """Every write was refused until somebody flushed the server."""
+
+    async def scenario() -> None:
+        async with running_tier(valkey=valkey.url) as tier, running_engine("prefill") as prefill:
+            keys = chain("old", 3)
+            await stored(tier, prefill, keys, seed=1)
+            size = client.strlen(storage_key(LAYOUT, keys[0]))
+            for name in broken:
+                client.delete(name)
+                client.set(name, b"not a book")
+            # One of the values is no value any more either.
+            client.delete(storage_key(LAYOUT, keys[2]))
+            client.hset(storage_key(LAYOUT, keys[2]), "a", "b")
+            await stored(tier, prefill, chain("new", 1), seed=2)
+            assert client.zcard(INDEX_KEY) == 3
+            assert int(client.hget(SIZES_KEY, "total")) == 3 * size
+            client.hset(SIZES_KEY, mapping={"total": "many", storage_key(LAYOUT, keys[0]): "large"})
+            await stored(tier, prefill, chain("newer", 1), seed=3)
+            assert int(client.hget(SIZES_KEY, "total")) == 4 * size
+
+    asyncio.run(scenario())
+
+
+def test_damaged_values_are_one_line_of_log(
+    valkey: embedded_valkey.EmbeddedValkey, client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each block was a line: a damaged store flooded the log."""
+
+    async def scenario() -> None:
+        keys = chain("damaged", 6)
+        async with running_engine("prefill") as prefill:
+            async with running_tier(valkey=valkey.url) as tier:
+                await stored(tier, prefill, keys, seed=1)
+            for key in keys:
+                client.setrange(storage_key(LAYOUT, key), 100, b"\0\1\2\3")
+            async with running_tier(valkey=valkey.url) as tier:
+                for key in keys:
+                    assert await tier.num_hits([key]) == 0
+                assert await tier.metric("values_rejected_total", reason="mac") == 6
+
+    asyncio.run(scenario())
+    assert sum("failed their check" in record.message for record in caplog.records) == 1
+
+
 def test_values_expire_and_leave_the_book(valkey: embedded_valkey.EmbeddedValkey, client: redis.Redis) -> None:
     async def scenario() -> None:
         async with (

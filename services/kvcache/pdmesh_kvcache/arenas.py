@@ -23,6 +23,8 @@ from pdmesh_kvcache.metrics import Metrics
 log = logging.getLogger(__name__)
 
 GENERATION_WORD_BYTES = 8
+# Booking a slot takes 80 ns when an arena is made or closed, and the loop waits for it.
+MAX_SLOTS = 1 << 22
 
 
 class ArenaSet:
@@ -98,6 +100,15 @@ class ArenaSet:
             self._report_too_large(kind, part_bytes, block_bytes)
             return None
         arena = Arena(
+        if num_slots > MAX_SLOTS:
+            log.warning(
+                "layout %s gets %d slots, the most an arena may have, and leaves memory unused: %d bytes would make %d",
+                kind.layout_fingerprint,
+                MAX_SLOTS,
+                part_bytes,
+                num_slots,
+            )
+            num_slots = MAX_SLOTS
             kind,
             # Its own epoch: to engines, another arena is a pool of another life.
             peer_id=f"{self._engine_id}@{secrets.randbits(63)}",

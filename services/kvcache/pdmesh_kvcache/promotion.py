@@ -17,6 +17,7 @@ from pdmesh_kvcache.metrics import Metrics
 from pdmesh_kvcache.value import ValueRejected, decode, storage_key
 from pdmesh_kvcache.writer import Writer
 
+from pdmesh_kvcache.seldom import Seldom
 log = logging.getLogger(__name__)
 
 
@@ -56,6 +57,7 @@ class Promotion:
             self._cut(Cut.BACKING)
         return []
 
+        self._rejects = Seldom()
     async def open_arena(self, kind: BlockKind, key: bytes, value: bytes) -> ArenaHost | None:
         """Make the arena of a layout of which a value shows how large its blocks are; None when it is bad or has no room."""
         try:
@@ -115,7 +117,8 @@ class Promotion:
         """Count a value that failed its checks, and have it deleted."""
         self._metrics.values_rejected.labels(str(error)).inc()
         name = storage_key(kind.layout_fingerprint, key)
-        log.warning("%s failed its check (%s) and is removed", name, error)
+        if num := self._rejects.due(str(error)):
+            log.warning("values that failed their check (%s) and are removed: %d, the last %s", error, num, name)
         self._writer.remove(name)
 
     def _cut(self, reason: Cut) -> None:

@@ -22,6 +22,8 @@ from pdmesh_kvcache.stores import Offering, StoredBlock, Stores
 
 KEY_BYTES = 32
 MAX_ID_CHARS = 256
+# Below any real model's; smaller blocks would fill an arena with millions of slots, all of which are booked while others wait.
+MIN_BLOCK_BYTES = 4096
 MAX_BLOCK_BYTES = 1 << 30
 ANSWER_SHARE = 0.8
 MAX_WAIT_S = 60.0
@@ -92,8 +94,7 @@ class TierServicer(mesh_pb2_grpc.KVCacheServicer):
         _check_id("owner_address", request.owner_address)
         if not len(keys) == len(request.block_ids) == len(request.generations):
             raise InvalidRequest("keys, block_ids and generations must be of equal length", param="keys")
-        if not 0 < request.block_bytes <= MAX_BLOCK_BYTES:
-            raise InvalidRequest(f"block_bytes must be 1 to {MAX_BLOCK_BYTES}, got {request.block_bytes}")
+        _check_block_bytes(request.block_bytes)
         located = zip(keys, request.block_ids, request.generations, strict=True)
         return Offering(
             kind=_kind_of(request),
@@ -143,8 +144,7 @@ class TierPeer(mesh_pb2_grpc.KVPeerServicer):
         kind = BlockKind(model_fingerprint=request.model_fingerprint, layout_fingerprint=layout)
         if not request.block_bytes:
             return self._arenas.get(kind)
-        if not 0 < request.block_bytes[0] <= MAX_BLOCK_BYTES:
-            raise InvalidRequest(f"block_bytes must be 1 to {MAX_BLOCK_BYTES}", param="block_bytes")
+        _check_block_bytes(request.block_bytes[0])
         return await self._arenas.open(kind, request.block_bytes[0])
 
     async def BeginTransfer(self, request: pb.BeginTransferRequest, context: Context) -> pb.BeginTransferReply:
@@ -202,3 +202,10 @@ def _kind_of(request: pb.LookupRequest | pb.StoreRequest) -> BlockKind:
 def _check_id(field: str, value: str) -> None:
     if not 0 < len(value) <= MAX_ID_CHARS:
         raise InvalidRequest(f"{field} must have 1 to {MAX_ID_CHARS} characters", param=field)
+
+
+def _check_block_bytes(block_bytes: int) -> None:
+    if not MIN_BLOCK_BYTES <= block_bytes <= MAX_BLOCK_BYTES:
+        raise InvalidRequest(
+            f"block_bytes must be {MIN_BLOCK_BYTES} to {MAX_BLOCK_BYTES}, got {block_bytes}", param="block_bytes"
+        )

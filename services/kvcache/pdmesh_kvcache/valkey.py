@@ -21,40 +21,58 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from pdmesh.errors import ConfigError, PeerError, PeerUnavailable
 from pdmesh_kvcache.config import KVCacheConfig
+from pdmesh_kvcache.value import NAMESPACE
 
-INDEX_KEY = "pdmesh:v1:index"
-SIZES_KEY = "pdmesh:v1:sizes"
+INDEX_KEY = f"{NAMESPACE}index"
+SIZES_KEY = f"{NAMESPACE}sizes"
 SCHEMES = ("redis", "rediss", "unix")
 MAX_CONNECTIONS = 8
 # Values are megabytes: fewer, larger reads.
 SOCKET_READ_BYTES = 1 << 17
 DROP_ONLY = -1
 
-# ARGV: time to live (ms), most bytes, then name and size of each value that is about to be written or was used; size -1:
-# that value was removed. The book is rebuilt from the values when its sum is missing (evicted by `maxmemory`, say).
+# ARGV: what all names begin with, time to live (ms), most bytes, then name and size of each value that is about to be written
+# or was used; size -1: that value was removed. The book is rebuilt from the values when its sum is missing (evicted by
+# `maxmemory`, say), and from all values there are when its keys are of a wrong type: else every write would be refused.
 _BOOK_SCRIPT = """
 local index, sizes = KEYS[1], KEYS[2]
-local ttl_ms, max_bytes = tonumber(ARGV[1]), tonumber(ARGV[2])
+local ttl_ms, max_bytes = tonumber(ARGV[2]), tonumber(ARGV[3])
 local clock = redis.call('TIME')
 local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local total = tonumber(redis.call('HGET', sizes, 'total') or -1)
+local function type_of(name)
+  return redis.call('TYPE', name)['ok']
+end
+local function is_broken(name, wanted)
+  local found = type_of(name)
+  return found ~= wanted and found ~= 'none'
+end
+if is_broken(index, 'zset') or is_broken(sizes, 'hash') then
+  redis.call('UNLINK', index, sizes)
+  local cursor = '0'
+  repeat
+    local page = redis.call('SCAN', cursor, 'MATCH', ARGV[1] .. '*', 'COUNT', 1000)
+    cursor = page[1]
+    for _, name in ipairs(page[2]) do redis.call('ZADD', index, now_ms, name) end
+  until cursor == '0'
+end
+local total = tonumber(redis.call('HGET', sizes, 'total') or -1) or -1
 if total < 0 then
   total = 0
   for _, name in ipairs(redis.call('ZRANGE', index, 0, -1)) do
-    local size = redis.call('STRLEN', name)
+    local size = type_of(name) == 'string' and redis.call('STRLEN', name) or 0
     if size == 0 then redis.call('ZREM', index, name) else redis.call('HSET', sizes, name, size) end
     total = total + size
   end
 end
 local function drop(name)
-  total = total - tonumber(redis.call('HGET', sizes, name) or 0)
+  total = total - (tonumber(redis.call('HGET', sizes, name) or 0) or 0)
   redis.call('HDEL', sizes, name)
   redis.call('ZREM', index, name)
 end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', now_ms - ttl_ms, 'LIMIT', 0, 1000)) do
   drop(name)
 end
-for i = 3, #ARGV, 2 do
+for i = 4, #ARGV, 2 do
   drop(ARGV[i])
   local size = tonumber(ARGV[i + 1])
   if size >= 0 then
@@ -145,7 +163,7 @@ class Valkey:
 
     def _book(self, pipe: Any, sizes: dict[str, int]) -> None:
         pairs = [part for name, size in sizes.items() for part in (name, size)]
-        pipe.eval(_BOOK_SCRIPT, 2, INDEX_KEY, SIZES_KEY, self._ttl_ms, self._max_bytes, *pairs)
+        pipe.eval(_BOOK_SCRIPT, 2, INDEX_KEY, SIZES_KEY, NAMESPACE, self._ttl_ms, self._max_bytes, *pairs)
 
     @asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:

@@ -10,6 +10,8 @@ import struct
 
 from pdmesh.security import MeshSecret
 
+NAMESPACE = "pdmesh:v1:"
+"""What every name in Redis or Valkey begins with."""
 MAC_PURPOSE = "tier-value"
 MAC_BYTES = 32
 MAGIC = b"pdkv"
@@ -23,7 +25,7 @@ class ValueRejected(Exception):
 
 def storage_key(layout_fingerprint: str, key: bytes) -> str:
     """Name under which a block is stored."""
-    return f"pdmesh:v1:{layout_fingerprint}:{key.hex()}"
+    return f"{NAMESPACE}{layout_fingerprint}:{key.hex()}"
 
 
 def value_bytes(layout_fingerprint: str, key: bytes, block_bytes: int) -> int:
