@@ -99,7 +99,6 @@ class ArenaSet:
         if num_slots < 1:
             self._report_too_large(kind, part_bytes, block_bytes)
             return None
-        arena = Arena(
         if num_slots > MAX_SLOTS:
             log.warning(
                 "layout %s gets %d slots, the most an arena may have, and leaves memory unused: %d bytes would make %d",
@@ -109,6 +108,7 @@ class ArenaSet:
                 num_slots,
             )
             num_slots = MAX_SLOTS
+        arena = Arena(
             kind,
             # Its own epoch: to engines, another arena is a pool of another life.
             peer_id=f"{self._engine_id}@{secrets.randbits(63)}",

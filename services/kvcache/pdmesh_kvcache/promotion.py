@@ -14,10 +14,10 @@ from pdmesh_kvcache.backing import Backing
 from pdmesh_kvcache.host import ArenaHost
 from pdmesh_kvcache.index import Reservation
 from pdmesh_kvcache.metrics import Metrics
+from pdmesh_kvcache.seldom import Seldom
 from pdmesh_kvcache.value import ValueRejected, decode, storage_key
 from pdmesh_kvcache.writer import Writer
 
-from pdmesh_kvcache.seldom import Seldom
 log = logging.getLogger(__name__)
 
 
@@ -43,6 +43,7 @@ class Promotion:
         self._writer = writer
         self._secret = secret
         self._metrics = metrics
+        self._rejects = Seldom()
 
     async def fetch(self, kind: BlockKind, keys: list[bytes], remaining_s: float) -> list[bytes]:
         """Read the values of the leading keys that are there, unchecked; none when the time is over or the store fails."""
@@ -57,7 +58,6 @@ class Promotion:
             self._cut(Cut.BACKING)
         return []
 
-        self._rejects = Seldom()
     async def open_arena(self, kind: BlockKind, key: bytes, value: bytes) -> ArenaHost | None:
         """Make the arena of a layout of which a value shows how large its blocks are; None when it is bad or has no room."""
         try:
