@@ -65,8 +65,8 @@ def test_prompt_survives_prefill_in_the_arena_and_all_but_valkey_in_valkey(
         assert restarted.complete(PROMPT)["choices"] == first["choices"]
 
 
-def test_mesh_starts_and_serves_with_an_unreachable_valkey() -> None:
-    with mesh(DEMO_MODEL, kvcache_flags=("--valkey", "redis://127.0.0.1:1/0")) as running:
+def test_mesh_starts_and_serves_with_an_unreachable_valkey_when_told_to() -> None:
+    with mesh(DEMO_MODEL, kvcache_flags=("--valkey", "redis://127.0.0.1:1/0", "--no-valkey-required")) as running:
         assert running.complete("Hello")["choices"]
         assert running.kvcache is not None
         assert running.kvcache.metric("pdmesh_kvcache_backing_up") == 0

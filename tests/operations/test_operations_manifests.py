@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -61,10 +63,34 @@ def load(deployed: Deployed, folder: Path) -> Any:
 @pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "docker-compose.gpu.yml")])
 def test_docker_compose_accepts_the_files(files: tuple[str, ...]) -> None:
     services = compose_config(*files)["services"]
-    assert set(SERVICES) | {"valkey", "prometheus"} == set(services)
+    assert set(services) - {"model"} == set(SERVICES) | {"valkey", "prometheus"}
     for engine in ENGINES if len(files) == 2 else ():
         assert services[engine]["image"].endswith(":gpu")
         assert services[engine]["deploy"]["resources"]["reservations"]["devices"]
+
+
+def test_a_model_from_hugging_face_can_be_fetched_once_and_is_found_without_network() -> None:
+    """The mesh's network is internal; one service with a way out fills the folder that all the others read."""
+    described = yaml.safe_load((COMPOSE / "docker-compose.yml").read_text())
+    model = described["services"]["model"]
+    assert model["profiles"] == ["fetch"]
+    assert not (described["networks"][model["networks"][0]] or {}).get("internal")
+    (volume,) = model["volumes"]
+    for service in ("proxy", *ENGINES):
+        assert f"{volume}:ro" in described["services"][service]["volumes"]
+        assert " HF_HOME=/models/huggingface" in (ROOT / "services" / service / "Dockerfile").read_text()
+    source = model["command"][2]
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=os.environ | {"PDMESH_MODEL": "smollm2-135m"}, check=False
+    )
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_tier_starts_whenever_valkey_does(origin: str, tmp_path: Path) -> None:
+    config = load(ORIGINS[origin]("kvcache"), tmp_path)
+    assert config.valkey
+    assert not config.valkey_required
 
 
 @needs_docker_compose

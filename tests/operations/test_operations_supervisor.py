@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -23,8 +25,9 @@ from pdmesh.supervisor.child import Child
 from pdmesh.supervisor.config import UpConfig
 from pdmesh.supervisor.control import bind_control, control_server, scale
 from pdmesh.supervisor.keeper import Keeper, KeeperState
+from pdmesh.supervisor.pairing import unpaired
 from pdmesh.supervisor.plan import ChildSpec, Plan
-from pdmesh.supervisor.ports import prefer, require_free
+from pdmesh.supervisor.ports import Ports
 from pdmesh.supervisor.roles import Role
 from pdmesh.supervisor.runtime import RuntimeFolder
 
@@ -97,6 +100,7 @@ def test_child_dies_with_a_killed_supervisor(tmp_path: Path) -> None:
 import asyncio, os, sys
 from pathlib import Path
 from pdmesh.supervisor.child import Child
+from pdmesh.supervisor.pairing import unpaired
 from pdmesh.supervisor.plan import ChildSpec
 from pdmesh.supervisor.roles import Role
 spec = ChildSpec(name="x", role=Role.DECODE, argv=(sys.executable, "-c", {READY + SLEEP!r}), env=dict(os.environ))
@@ -191,7 +195,8 @@ def test_stop_ends_the_wait_between_restarts(keep: Callable[[str], Keeper], monk
 def make_plan(runtime: RuntimeFolder, *flags: str, environ: dict[str, str] | None = None) -> Plan:
     environ = environ or {}
     config = load_config(UpConfig, ["--port", str(free_port()), *flags], prog="pdmesh up", environ=environ)
-    return Plan(config, runtime, environ)
+    with contextlib.closing(Ports()) as ports:
+        return Plan(config, runtime, environ, ports)
 
 
 def free_port() -> int:
@@ -241,9 +246,53 @@ def test_aggregated_means_one_engine(runtime: RuntimeFolder) -> None:
 def test_default_port_in_use_is_replaced_and_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert prefer("127.0.0.1", port, set()) != port
-        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
-            require_free("127.0.0.1", port, "proxy")
+        with contextlib.closing(Ports()) as ports:
+            assert ports.prefer("127.0.0.1", port) != port
+            with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use.*--port"):
+                ports.require("127.0.0.1", port, "--port")
+
+
+def test_meshes_that_start_together_never_choose_the_same_port() -> None:
+    """Neither has a child that listens yet, so only what each holds keeps the other away."""
+    port = free_port()
+    with contextlib.closing(Ports()) as first, contextlib.closing(Ports()) as second:
+        assert first.prefer("127.0.0.1", port) == port
+        assert second.prefer("127.0.0.1", port) != port
+        # A program that knows nothing of us cannot have it, a child of ours can.
+        with socket.socket() as stranger:
+            assert stranger.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+            with pytest.raises(OSError, match="in use"):
+                stranger.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+    with contextlib.closing(Ports()) as third:
+        assert third.prefer("127.0.0.1", port) == port
+
+
+def test_kvcache_moved_by_its_own_flags_is_found_by_the_engines(runtime: RuntimeFolder) -> None:
+    plan = make_plan(runtime, "--kvcache-args", "--grpc-port 12345")
+    assert flag(plan.engine(Role.DECODE, 1), "--kvcache") == "127.0.0.1:12345"
+
+
+def test_only_configurations_from_outside_are_checked_first(runtime: RuntimeFolder) -> None:
+    assert make_plan(runtime).doubtful() == []
+    names = [spec.name for spec in make_plan(runtime, "--decode", "2", "--decode-args", "--watermark 0.1").doubtful()]
+    assert names == ["decode-1"]
+    outside = make_plan(runtime, "--valkey", "redis://127.0.0.1:1/0")
+    (checked,) = outside.doubtful()
+    assert (checked.name, checked.argv[-1]) == ("kvcache", "--valkey-required")
+    # Once it has been there, a kvcache that is restarted does not depend on it.
+    assert outside.kvcache().argv[-1] != "--valkey-required"
+    assert make_plan(runtime, "--valkey", "redis://127.0.0.1:1/0", "--no-valkey-required").doubtful() == []
+
+
+def test_engines_that_cannot_pair_are_named_with_what_differs() -> None:
+    facts: dict[str, object] = {"block_size": 32, "layout": "a", "connectors": ["shm", "grpc"]}
+    assert unpaired({"prefill-1": facts}, {"decode-1": facts}) == []
+    (line,) = unpaired({"prefill-1": facts}, {"decode-1": facts | {"block_size": 7, "layout": "b"}})
+    assert "prefill-1 cannot hand over to decode-1: block size 32 and 7 differ;" in line
+    (line,) = unpaired({"prefill-1": facts}, {"decode-1": facts | {"connectors": ["nixl"]}})
+    assert "connectors shm,grpc and nixl have none in common" in line
 
 
 def test_off_loopback_needs_a_secret() -> None:

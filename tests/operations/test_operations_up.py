@@ -149,7 +149,7 @@ def test_up_serves_heals_scales_and_leaves_nothing(tmp_path: Path) -> None:
         # One engine more, and one less.
         grown = mesh.scale("decode=2")
         assert grown.returncode == 0, grown.stderr
-        assert "decode-2 added" in grown.stdout
+        assert re.search(r"decode-2 added, .* pid \d+, http \d+, grpc \d+, log .*decode-2.log", grown.stdout)
         shrunk = mesh.scale("decode=1")
         assert "decode-2 drained and removed" in shrunk.stdout
         refused = mesh.scale("decode=0")
@@ -178,6 +178,29 @@ def test_killed_up_takes_everything_with_it(tmp_path: Path) -> None:
     assert shared_memory() <= before
 
 
+def test_printed_commands_work_with_a_key_and_engines_that_cannot_pair_are_named(tmp_path: Path) -> None:
+    with up(tmp_path, "--api-key", "a-key,another", "--decode-args", "--block-size 7", "--no-kvcache") as mesh:
+        printed = [line.strip() for line in mesh.output.splitlines() if "a-key" not in line]
+        curl = next(line for line in printed if line.startswith("curl "))
+        chat = next(line for line in printed if " chat" in line)
+        for command in (curl, f"{chat} -q Hello --max-tokens 4"):
+            done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, timeout=60)
+            assert done.returncode == 0, (command, done.stderr)
+            assert "Unauthorized" not in done.stdout
+        (warning,) = [line for line in printed if line.startswith("warning: ")]
+        assert "prefill-1 cannot hand over to decode-1: block size 32 and 7 differ" in warning
+        done = subprocess.run(
+            [sys.executable, "-m", "pdmesh", "complete", "One, two,", "--url", f"{mesh.url}/v1", "--max-tokens", "4"],
+            env=os.environ | {"PDMESH_API_KEY": "a-key,another"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+
+
 def test_ctrl_c_during_start_leaves_nothing(tmp_path: Path) -> None:
     with up(tmp_path, "--aggregated", wait=False) as mesh:
         mesh.wait_for("decode-1: starting")
@@ -188,7 +211,7 @@ def test_ctrl_c_during_start_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_model_that_cannot_load_ends_in_one_line(tmp_path: Path) -> None:
-    """It passes the first look (it is a GGUF file by name), so a service finds out; `up` must not try for ever."""
+    """Its head is read before anything starts."""
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + b"\0" * 64)
     with up(tmp_path, "--model", str(broken), wait=False) as mesh:
@@ -196,6 +219,7 @@ def test_model_that_cannot_load_ends_in_one_line(tmp_path: Path) -> None:
         last = mesh.output.splitlines()[-1]
         assert last.startswith("pdmesh up: ")
         assert "broken.gguf" in last
+        assert "starting" not in mesh.output
 
 
 @pytest.mark.parametrize(
@@ -207,6 +231,12 @@ def test_model_that_cannot_load_ends_in_one_line(tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], ["mesh secret is required"]),
         (["--prefill-args", "'open"], ["prefill-args", "quotation"]),
         (["--decode-args=--no-such-flag 1"], ["decode-1", "--no-such-flag"]),
+        (["--kvcache-args=--arena-bytes 1"], ["kvcache", "arena-bytes"]),
+        (["--secret", "short"], ["secret", "at least 16"]),
+        (["--max-model-len", "999999"], ["max-model-len 999999", "8192"]),
+        (["--kv-cache-memory-bytes", "1000"], ["kv-cache-memory-bytes 1000"]),
+        (["--aggregated", "--prefill", "2"], ["aggregated", "--prefill"]),
+        (["--valkey", "redis://127.0.0.1:1/0"], ["redis://127.0.0.1:1/0", "--no-valkey-required"]),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(tmp_path: Path, flags: list[str], words: list[str]) -> None:
@@ -215,6 +245,7 @@ def test_bad_input_is_one_line_and_starts_nothing(tmp_path: Path, flags: list[st
         last = mesh.output.splitlines()[-1]
         assert last.startswith("pdmesh up: ")
         assert all(word in last for word in words), last
+        assert "starting" not in mesh.output
 
 
 def test_port_in_use_is_one_line(tmp_path: Path) -> None:
@@ -223,7 +254,7 @@ def test_port_in_use_is_one_line(tmp_path: Path) -> None:
         with up(tmp_path, "--port", str(port), wait=False) as mesh:
             assert mesh.process.wait(30) == 2
             assert mesh.output.splitlines() == [
-                f"pdmesh up: port {port} on 127.0.0.1 is in use: stop what listens there, or give the proxy another --port"
+                f"pdmesh up: port {port} on 127.0.0.1 is in use: stop what listens there, or choose another with --port"
             ]
 
 

@@ -19,6 +19,7 @@ from pdmesh_proxy.discovery import Addresses, Discovery, Listed
 from pdmesh_proxy.endpoint import Endpoint
 from pdmesh_proxy.engine_session import EngineSession, SessionSettings
 from pdmesh_proxy.metrics import ProxyMetrics
+from pdmesh_proxy.router import compatible, incompatibility
 from pdmesh_proxy.view import ClusterView, EngineView
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class Cluster:
         """The model in use; empty until an engine has answered."""
         self._refused: dict[str, str] = {}
         """Address -> process there with another model, already logged."""
+        self._unpaired: set[tuple[str, str]] = set()
+        """Prefill and decode processes that cannot exchange KV, already logged."""
         self._model_name = ""
         self._max_model_len = 0
         self._vocab_size = 0
@@ -170,6 +173,7 @@ class Cluster:
         for role in (ROLE_PREFILL, ROLE_DECODE, ROLE_BOTH):
             self._metrics.engines.labels(role).set(roles[role])
         self._metrics.engines_refused.set(len(sessions) - len(serving))
+        self._warn_of_unpaired()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -190,6 +194,23 @@ class Cluster:
                     self._model_name,
                     self._fingerprint,
                 )
+
+    def _warn_of_unpaired(self) -> None:
+        """Say once of each two processes that they cannot disaggregate: requests are served all the same."""
+        engines = self.view().engines
+        unpaired = {
+            (prefill.peer_id, decode.peer_id): (prefill, decode)
+            for prefill in engines
+            for decode in engines
+            if prefill.can_prefill and decode.can_decode and prefill.peer_id != decode.peer_id
+            if not compatible(prefill, decode)
+        }
+        for pair in unpaired.keys() - self._unpaired:
+            prefill, decode = unpaired[pair]
+            log.warning(
+                "%s cannot hand over to %s: %s", prefill.engine_id, decode.engine_id, incompatibility(prefill, decode)
+            )
+        self._unpaired = set(unpaired)
 
     def _serves(self, session: EngineSession) -> bool:
         return session.info.model_fingerprint == self._fingerprint

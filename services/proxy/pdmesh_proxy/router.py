@@ -125,6 +125,19 @@ def compatible(prefill: EngineView, decode: EngineView) -> bool:
     )
 
 
+def incompatibility(prefill: EngineView, decode: EngineView) -> str:
+    """What of these two that are not `compatible` differs."""
+    differing = {
+        "models": (prefill.model_fingerprint, decode.model_fingerprint),
+        "KV layouts (block size, dtype)": (prefill.layout_fingerprints, decode.layout_fingerprints),
+    }
+    found = [f"their {what} differ ({one} and {other})" for what, (one, other) in differing.items() if one != other]
+    if prefill.connectors.isdisjoint(decode.connectors):
+        ours, theirs = (",".join(sorted(engine.connectors)) for engine in (prefill, decode))
+        found.append(f"they have no connector in common ({ours} and {theirs})")
+    return "; ".join(found) or "their protocol versions differ"
+
+
 def _usable(engine: EngineView, facts: RequestFacts) -> bool:
     return _alive(engine, facts) and engine.session_id not in facts.excluded
 

@@ -28,7 +28,8 @@ app = typer.Typer(
 
 Url = Annotated[str, typer.Option(help="Base URL of an OpenAI-compatible API.")]
 Model = Annotated[str, typer.Option(help="Model name; empty: the first that the server lists.")]
-ApiKey = Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Key for the API.")]
+ApiKey = Annotated[str, typer.Option(envvar=["PDMESH_API_KEY", "OPENAI_API_KEY"], help="Key for the API.")]
+Text = Annotated[str, typer.Argument(metavar="[TEXT]", help="Send this, as --quick does.", show_default=False)]
 Quick = Annotated[str, typer.Option("--quick", "-q", metavar="TEXT", help="Send this, print the answer and end.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens per answer.")]
 Temperature = Annotated[float | None, typer.Option(min=0, max=2, help="0 is greedy; default: the server's.")]
@@ -87,6 +88,7 @@ def serve(context: typer.Context) -> None:
 
 @app.command()
 def chat(
+    text: Text = "",
     url: Url = CHAT_URL,
     model: Model = "",
     api_key: ApiKey = "",
@@ -100,11 +102,12 @@ def chat(
     from pdmesh.cli.client import Client, run_chat
 
     with Client(url, model, api_key, max_tokens, temperature) as client:
-        run_chat(client, system_prompt, quick, stats)
+        run_chat(client, system_prompt, quick or text, stats)
 
 
 @app.command()
 def complete(
+    text: Text = "",
     url: Url = CHAT_URL,
     model: Model = "",
     api_key: ApiKey = "",
@@ -117,7 +120,7 @@ def complete(
     from pdmesh.cli.client import Client, run_complete
 
     with Client(url, model, api_key, max_tokens, temperature) as client:
-        run_complete(client, quick, stats)
+        run_complete(client, quick or text, stats)
 
 
 @app.command()

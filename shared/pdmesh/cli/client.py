@@ -18,10 +18,15 @@ ROUTE_HEADER = "x-pdmesh-route"
 
 
 class Client:
-    """One server and one model. Raises PeerUnavailable when it is not there, InternalError for what it answers."""
+    """One server and one model; `connect` before use.
+
+    Raises PeerUnavailable when the server is not there, InternalError for what it answers.
+    """
 
     def __init__(self, url: str, model: str, api_key: str, max_tokens: int, temperature: float | None) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # PDMESH_API_KEY may hold several.
+        key = api_key.partition(",")[0].strip()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             self._http = httpx.Client(
                 base_url=url.rstrip("/") + "/",
@@ -44,6 +49,18 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         self._http.close()
 
+    def connect(self) -> None:
+        """See that the server answers, and learn which model it has when none was named. Raises as a request would."""
+        try:
+            response = self._http.get("models")
+        except httpx.HTTPError as exc:
+            raise PeerUnavailable(f"{self._url} cannot be reached: {str(exc) or type(exc).__name__}") from None
+        if self._model:
+            return
+        if response.status_code != 200:
+            raise InternalError(_message(response))
+        self._model = response.json()["data"][0]["id"]
+
     def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """Yield the answer's text as it comes."""
         return self._stream("chat/completions", {"messages": messages}, _chat_text)
@@ -54,7 +71,7 @@ class Client:
 
     def _stream(self, path: str, body: dict[str, Any], text_of: Callable[[dict[str, Any]], str]) -> Iterator[str]:
         request = (
-            {"model": self._name(), "stream": True, "stream_options": {"include_usage": True}} | self._options | body
+            {"model": self._model, "stream": True, "stream_options": {"include_usage": True}} | self._options | body
         )
         began_s = time.perf_counter()
         first_s = 0.0
@@ -76,20 +93,10 @@ class Client:
         except httpx.HTTPError as exc:
             raise PeerUnavailable(f"{self._url}: {str(exc) or type(exc).__name__}") from None
 
-    def _name(self) -> str:
-        if not self._model:
-            try:
-                response = self._http.get("models")
-            except httpx.HTTPError as exc:
-                raise PeerUnavailable(f"{self._url} cannot be reached: {str(exc) or type(exc).__name__}") from None
-            if response.status_code != 200:
-                raise InternalError(_message(response))
-            self._model = response.json()["data"][0]["id"]
-        return self._model
-
 
 def run_chat(client: Client, system_prompt: str, quick: str, stats: bool) -> None:
     """Hold a conversation on the terminal, or one turn of it."""
+    client.connect()
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     for line in [quick] if quick else _lines():
         messages.append({"role": "user", "content": line})
@@ -99,6 +106,7 @@ def run_chat(client: Client, system_prompt: str, quick: str, stats: bool) -> Non
 
 def run_complete(client: Client, quick: str, stats: bool) -> None:
     """Continue each line typed, or one text."""
+    client.connect()
     for line in [quick] if quick else _lines():
         _print(client, client.complete(line), stats)
 

@@ -18,7 +18,7 @@ class UpConfig(Settings):
     served_model_name: str = ""
     """Name in the API; empty: derived from `model`."""
     prefill: int = Field(default=1, ge=0, le=MAX_REPLICAS)
-    """Prefill engines to start."""
+    """Prefill engines to start; 0: no disaggregation, decode computes prompts too."""
     decode: int = Field(default=1, ge=1, le=MAX_REPLICAS)
     """Decode engines to start."""
     aggregated: bool = False
@@ -43,6 +43,8 @@ class UpConfig(Settings):
     """Start the KV-cache tier."""
     valkey: str = ""
     """URL of a Redis or Valkey server for the tier, redis://…; empty: an embedded Valkey is started."""
+    valkey_required: bool = True
+    """Refuse to start while the server at `valkey` does not answer."""
     valkey_memory_bytes: int = Field(default=1 << 30, ge=1 << 20)
     """Most memory that the embedded Valkey takes; what was used longest ago goes first."""
     prefill_args: str = ""
@@ -72,6 +74,14 @@ class UpConfig(Settings):
             raise ValueError(
                 f"host {self.host} is reachable from other machines, so the mesh secret is required: "
                 "set --secret-file or PDMESH_SECRET (at least 16 characters)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_aggregated(self) -> "UpConfig":
+        if self.aggregated and "prefill" in self.model_fields_set and self.prefill:
+            raise ValueError(
+                f"aggregated means that no prefill engines are started, but --prefill is {self.prefill}: leave one out"
             )
         return self
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from pdmesh.supervisor.keeper import Keeper, KeeperState
+from pdmesh.supervisor.keeper import PORT_FACTS, Keeper, KeeperState
 
 
 class Display:
@@ -57,13 +57,13 @@ class Display:
 
     def table(self, keepers: list[Keeper]) -> None:
         """Print one line per service."""
-        rows = [("service", "pid", "http", "grpc", "log")]
+        rows = [("service", "pid", *PORT_FACTS, "log")]
         for keeper in keepers:
             child = keeper.child
             facts = child.facts if child is not None else {}
             pid = str(child.pid) if child is not None else "-"
-            http, grpc = (str(facts.get(name, "-")) for name in ("http_port", "grpc_port"))
-            rows.append((keeper.spec.name, pid, http, grpc, keeper.log_path))
+            ports = [str(facts.get(fact, "-")) for fact in PORT_FACTS.values()]
+            rows.append((keeper.spec.name, pid, *ports, keeper.log_path))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         for row in rows:
             # Lines longer than the terminal wrap there, so that paths can still be copied whole.

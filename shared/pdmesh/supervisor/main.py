@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -21,10 +22,11 @@ from pdmesh.supervisor.display import Display
 from pdmesh.supervisor.mesh import Mesh
 from pdmesh.supervisor.plan import Plan
 from pdmesh.supervisor.ports import Ports
-from pdmesh.supervisor.preflight import check_shared, check_children
+from pdmesh.supervisor.preflight import check_children, check_shared
 from pdmesh.supervisor.runtime import RuntimeFolder
 
 PROG = "pdmesh up"
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
 LOG_CHECK_INTERVAL_S = 60.0
 
 
@@ -54,6 +56,7 @@ async def _run(config: UpConfig, source: ModelSource, runtime: RuntimeFolder, pl
     display = Display(Console(stderr=False))
     mesh = Mesh(config, plan, runtime, changed=lambda: display.update(mesh.keepers), report=display.say)
     stop = _stop_on_signals(mesh, display)
+    runtime.write_api_key(config.api_key)
     display.say(f"pdmesh: {source.name} from {source.path}")
     for line in [*unknown_variables(UpConfig, os.environ), *plan.moved]:
         display.say(line)
@@ -61,7 +64,7 @@ async def _run(config: UpConfig, source: ModelSource, runtime: RuntimeFolder, pl
         async with control_server(bound, mesh.scale):
             if await _started(mesh, stop):
                 display.stop_progress()
-                _welcome(config, source.name, mesh, display)
+                _welcome(config, source.name, mesh, runtime, display)
                 await _watch_logs(mesh, runtime, stop, display.say)
     finally:
         display.stop_progress()
@@ -112,18 +115,29 @@ async def _watch_logs(mesh: Mesh, runtime: RuntimeFolder, stop: asyncio.Event, r
             report(problem)
 
 
-def _welcome(config: UpConfig, model_name: str, mesh: Mesh, display: Display) -> None:
+def _welcome(config: UpConfig, model_name: str, mesh: Mesh, runtime: RuntimeFolder, display: Display) -> None:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
     url = f"http://{host}:{config.port}/v1"
-    # Not the key itself: terminals are recorded.
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
+    key_file = shlex.quote(str(runtime.api_key_path))
+    key = f' -H "Authorization: Bearer $(cat {key_file})"' if config.api_key else ""
+    options = "" if url == DEFAULT_URL else f" --url {url}"
+    options += f' --api-key "$(cat {key_file})"' if config.api_key else ""
     body = '{"model": "%s", "prompt": "The capital of France is", "max_tokens": 16}'
     name = config.served_model_name or model_name
-    program = "pdmesh" if Path(sys.argv[0]).name == "pdmesh" else f"{sys.executable} -m pdmesh"
     display.say("")
     display.table(mesh.keepers)
     display.say("")
     display.say(f"ready at {url}; try:")
     display.say(f"  curl {url}/completions -H 'Content-Type: application/json'{key} -d '{body % name}'")
-    display.say(f"  {program} chat --url {url}")
+    display.say(f"  {_program()} chat{options}")
     display.say("Ctrl-C stops everything.")
+
+
+def _program() -> str:
+    """How to call this pdmesh from the same folder."""
+    script = Path(sys.executable).with_name("pdmesh")
+    if not script.exists():
+        return f"{sys.executable} -m pdmesh"
+    if shutil.which("pdmesh") == str(script):
+        return "pdmesh"
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)

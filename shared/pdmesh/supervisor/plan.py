@@ -1,5 +1,6 @@
 """What to run: from the configuration of `pdmesh up` to the command line of each child, without starting anything."""
 
+import argparse
 import os
 import secrets
 import shlex
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pdmesh.embedded_valkey import ValkeyCommand, prepare
 from pdmesh.errors import ConfigError
 from pdmesh.supervisor.config import UpConfig
-from pdmesh.supervisor.ports import prefer, require_free
+from pdmesh.supervisor.ports import Ports
 from pdmesh.supervisor.roles import Role
 from pdmesh.supervisor.runtime import RuntimeFolder
 
@@ -44,10 +45,10 @@ DEFAULT_PORTS = {
 
 
 class Plan:
-    """Makes the specs of one mesh. Ports are looked for when it is made; raises ConfigError when the proxy's is taken."""
+    """Makes the specs of one mesh. Its ports are taken into `ports`; raises ConfigError when the proxy's is in use."""
 
-    def __init__(self, config: UpConfig, runtime: RuntimeFolder, environ: Mapping[str, str]) -> None:
-        require_free(config.host, config.port, "proxy")
+    def __init__(self, config: UpConfig, runtime: RuntimeFolder, environ: Mapping[str, str], ports: Ports) -> None:
+        ports.require(config.host, config.port, "--port")
         self._config = config
         self._runtime = runtime
         self._env = _child_environment(config, environ)
@@ -57,11 +58,11 @@ class Plan:
             Role.KVCACHE: _split(config.kvcache_args, "kvcache-args"),
             Role.PROXY: _split(config.proxy_args, "proxy-args"),
         }
-        taken = {config.port}
         # The first of each role gets its usual ports, so that curl commands in the docs work; see `moved`.
         self._ports = {
-            role: DefaultPorts(http=prefer(LOOPBACK, ports.http, taken), grpc=prefer(LOOPBACK, ports.grpc, taken))
-            for role, ports in DEFAULT_PORTS.items()
+            role: DefaultPorts(http=ports.prefer(LOOPBACK, usual.http), grpc=ports.prefer(LOOPBACK, usual.grpc))
+            for role, usual in DEFAULT_PORTS.items()
+            if role in self.roles
         }
         self._num_engines = config.num_prefill + config.decode
 
@@ -70,9 +71,8 @@ class Plan:
         """One line for each default port that was in use and replaced by a free one."""
         return [
             f"{role}: port {usual} is in use, {chosen} is taken instead"
-            for role, ports in DEFAULT_PORTS.items()
-            if role in self.roles
-            for usual, chosen in ((ports.http, self._ports[role].http), (ports.grpc, self._ports[role].grpc))
+            for role, taken in self._ports.items()
+            for usual, chosen in ((DEFAULT_PORTS[role].http, taken.http), (DEFAULT_PORTS[role].grpc, taken.grpc))
             if usual != chosen
         ]
 
@@ -89,6 +89,25 @@ class Plan:
             roles.add(Role.VALKEY)
         return roles
 
+    def children(self) -> list[ChildSpec]:
+        """All that the mesh starts with; the engines take longest, so they come first."""
+        config = self._config
+        specs = [self.engine(Role.PREFILL, number + 1) for number in range(config.num_prefill)]
+        specs += [self.engine(Role.DECODE, number + 1) for number in range(config.decode)]
+        specs.append(self.proxy())
+        specs += [self.kvcache()] if Role.KVCACHE in self.roles else []
+        specs += [self.valkey()] if Role.VALKEY in self.roles else []
+        return specs
+
+    def doubtful(self) -> list[ChildSpec]:
+        """One child of each role whose configuration is not all of our own making."""
+        first = {spec.role: spec for spec in reversed(self.children())}
+        found = {role: spec for role, spec in first.items() if self._extra.get(role)}
+        if Role.KVCACHE in first and self._config.valkey and self._config.valkey_required:
+            spec = first[Role.KVCACHE]
+            found[Role.KVCACHE] = replace(spec, argv=(*spec.argv, "--valkey-required"))
+        return list(found.values())
+
     def proxy(self) -> ChildSpec:
         """The door. It finds engines through the endpoint files, which may still be empty."""
         config = self._config
@@ -102,7 +121,8 @@ class Plan:
     def engine(self, role: Role, number: int) -> ChildSpec:
         """The `number`th prefill or decode engine, from 1; all but the first of a role bind any free ports."""
         config = self._config
-        ports = self._ports[role] if number == 1 else DefaultPorts(http=0, grpc=0)
+        # A role that the mesh did not start with may come by `pdmesh scale`.
+        ports = self._ports[role] if number == 1 and role in self._ports else DefaultPorts(http=0, grpc=0)
         flags = ["--model", config.model, "--engine-id", f"{role}-{number}"]
         flags += ["--port", str(ports.http), "--grpc-port", str(ports.grpc)]
         flags += ["--dtype", config.dtype, "--connector", ",".join(config.connector)]
@@ -112,14 +132,16 @@ class Plan:
         if config.kv_cache_memory_bytes:
             flags += ["--kv-cache-memory-bytes", str(config.kv_cache_memory_bytes)]
         if config.kvcache:
-            flags += ["--kvcache", f"{LOOPBACK}:{self._ports[Role.KVCACHE].grpc}"]
+            flags += ["--kvcache", f"{LOOPBACK}:{self._kvcache_port}"]
         return self._service(role, f"{role}-{number}", [*flags, *self._served_name()])
 
     def kvcache(self) -> ChildSpec:
-        """The tier. It serves at once and connects to Valkey when that answers."""
+        """The tier. It connects to Valkey when that answers: one of ours starts beside it, another may be away when the
+        tier is restarted; whether it was there at first is seen by `doubtful`."""
         ports = self._ports[Role.KVCACHE]
         flags = ["--port", str(ports.http), "--grpc-port", str(ports.grpc)]
         flags += ["--engine-id", "kvcache", "--connector", ",".join(self._config.connector)]
+        flags += ["--no-valkey-required"]
         spec = self._service(Role.KVCACHE, "kvcache", flags)
         # By environment: the URL of an outside server may hold a password.
         url = self._config.valkey or self._valkey_command().url
@@ -135,6 +157,17 @@ class Plan:
 
     def _valkey_command(self) -> ValkeyCommand:
         return prepare(self._runtime.valkey_dir, maxmemory_bytes=self._config.valkey_memory_bytes)
+
+    @property
+    def _kvcache_port(self) -> int:
+        """Where the engines find the tier; `--kvcache-args` may have moved it."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("--grpc-port", default=str(self._ports[Role.KVCACHE].grpc))
+        try:
+            given = parser.parse_known_args(self._extra[Role.KVCACHE])[0].grpc_port
+            return int(given)
+        except (argparse.ArgumentError, ValueError) as exc:
+            raise ConfigError(f"kvcache-args: {exc}") from None
 
     def _served_name(self) -> list[str]:
         name = self._config.served_model_name

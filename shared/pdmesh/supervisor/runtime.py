@@ -56,6 +56,21 @@ class RuntimeFolder:
             draft.write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
             os.replace(draft, target)
 
+    @property
+    def api_key_path(self) -> Path:
+        """File with a client's key, for the commands that are shown: terminals are recorded."""
+        return self.path / "api-key"
+
+    def write_api_key(self, keys: list[str]) -> None:
+        """Keep the first key where only this user can read it. Raises ConfigError."""
+        try:
+            self.api_key_path.unlink(missing_ok=True)
+            if keys:
+                with open(os.open(self.api_key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                    file.write(keys[0])
+        except OSError as exc:
+            raise ConfigError(f"{self.api_key_path} cannot be written: {exc.strerror}; set XDG_STATE_HOME") from exc
+
     def log_path(self, name: str) -> Path:
         """Log of one child."""
         return self.log_dir / f"{name}.log"
@@ -78,9 +93,9 @@ class RuntimeFolder:
 
     def close(self) -> None:
         """Remove everything but the logs, as far as the disk lets us."""
-        for role in Role:
+        for path in (self.api_key_path, *map(self.endpoints, Role)):
             with contextlib.suppress(OSError):
-                self.endpoints(role).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
         shutil.rmtree(self.valkey_dir, ignore_errors=True)
 
 

@@ -1,17 +1,11 @@
-"""What an engine can refuse in milliseconds, before it loads anything: model, architecture, context, memory, secret, ports.
-
-The supervisor asks the same of a whole mesh before it starts its first process.
-"""
+"""What an engine can refuse before it loads anything: model, architecture, context, memory, secret, ports."""
 
 import asyncio
 
 from pdmesh.config import EngineConfig
-from pdmesh.errors import ConfigError
+from pdmesh.engine.model_check import check_model
 from pdmesh.lifecycle import check_ports
-from pdmesh.models.source import ModelSource, read_config, resolve
 from pdmesh.security import MeshSecret
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 async def check_engine(config: EngineConfig) -> None:
@@ -20,30 +14,3 @@ async def check_engine(config: EngineConfig) -> None:
     check_ports(config.host, port=config.port, grpc_port=config.grpc_port)
     # In a thread: a Hugging Face id may have to be downloaded.
     await asyncio.to_thread(check_model, config)
-
-
-def check_model(config: EngineConfig) -> ModelSource:
-    """Find the model and see that it can be served as configured. Blocks; raises ConfigError."""
-    if not config.model:
-        raise ConfigError("model is not set: name a Hugging Face directory or id, or a GGUF file")
-    source = resolve(config.model)
-    model = read_config(source)
-    longest = model["max_position_embeddings"]
-    if config.max_model_len > longest:
-        raise ConfigError(
-            f"max-model-len {config.max_model_len} is more than the {longest} tokens that the model was made for"
-        )
-    _check_memory(config, model)
-    return source
-
-
-def _check_memory(config: EngineConfig, model: dict[str, int]) -> None:
-    """Refuse a pool that could not hold the context in the smallest type that may be meant; the core knows exactly."""
-    item_bytes = ITEM_BYTES.get(config.dtype, min(ITEM_BYTES.values()))
-    token_bytes = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * item_bytes
-    needed = token_bytes * max(config.max_model_len, config.block_size, 1)
-    if 0 < config.kv_cache_memory_bytes < needed:
-        raise ConfigError(
-            f"kv-cache-memory-bytes {config.kv_cache_memory_bytes} is too little: {needed // token_bytes} tokens of this "
-            f"model take {needed} bytes"
-        )

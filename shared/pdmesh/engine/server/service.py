@@ -78,9 +78,26 @@ async def serve_engine(config: EngineConfig, life: Life, role: Role) -> None:
                     http_port,
                     grpc_port,
                 )
-                life.ready(http_port=http_port, grpc_port=grpc_port, engine_id=identity.engine_id)
+                life.ready(
+                    http_port=http_port,
+                    grpc_port=grpc_port,
+                    engine_id=identity.engine_id,
+                    **_pairing_facts(core, config),
+                )
                 await life.stopped()
                 await engine.drain(config.drain_timeout_s)
+
+
+def _pairing_facts(core: CoreClient, config: EngineConfig) -> dict[str, object]:
+    """What decides with whom this engine can exchange KV, for the supervisor to compare."""
+    ready = core.ready
+    return {
+        "model_fingerprint": ready.model_fingerprint,
+        "dtype": ready.dtype,
+        "block_size": ready.block_size,
+        "layout": ",".join(ready.layout_fingerprints),
+        "connectors": [name for name in config.connector if name in ready.connectors],
+    }
 
 
 @asynccontextmanager
