@@ -76,6 +76,19 @@ def test_pinned_blocks_make_room_for_nobody() -> None:
     index.check_integrity()
 
 
+def test_who_waits_for_a_block_is_told_once_when_it_is_visible_or_given_up() -> None:
+    index, told = make(4), []
+    keys = chain("a", 2)
+    reserved = index.reserve(keys)
+    for key in keys:
+        index.watch(key, lambda key=key: told.append((key, index.slot_of(key) is not None)))
+    index.commit(reserved[:1])
+    assert told == [(keys[0], True)]
+    index.abort(reserved[1:])
+    assert told[1:] == [(keys[1], False)]
+    index.check_integrity()
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Random use of an index, against what it must never forget."""
 
@@ -87,6 +100,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.reused: list[int] = []
         self.index = SlotIndex(num_slots, on_reuse=self.reused.append, on_evict=self.evict)
         self.filling: list[Reservation] = []
+        self.awaited: list[bytes] = []
         self.pins: dict[str, dict[bytes, int]] = {}
 
     def evict(self) -> None:
@@ -111,6 +125,12 @@ class IndexMachine(RuleBasedStateMachine):
         else:
             self.index.abort(ended)
 
+    @rule(key=st.integers(0, 14).map(block_key))
+    def watch(self, key: bytes) -> None:
+        if self.index.is_filling(key):
+            self.awaited.append(key)
+            self.index.watch(key, lambda: self.awaited.remove(key))
+
     @rule(pin_id=st.sampled_from("abc"), keys=keys)
     def pin(self, pin_id: str, keys: list[bytes]) -> None:
         held = keys[: self.index.num_leading(keys)]
@@ -132,6 +152,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.index.check_integrity()
         assert self.index.num_filling == len(self.filling)
+        assert set(self.awaited) <= {each.key for each in self.filling}
         assert self.index.num_used + self.index.num_filling <= self.index.num_slots
         pinned = {key: slot for held in self.pins.values() for key, slot in held.items()}
         assert self.index.num_pinned == len(pinned)

@@ -87,6 +87,7 @@ class ArenaSet:
         now = time.monotonic()
         idle_before_s = now - self._config.layout_idle_s
         self._claims = {each: asked_s for each, asked_s in self._claims.items() if asked_s >= idle_before_s}
+        self._too_large &= self._claims.keys()
         if kind not in self._claims and len(self._claims) >= self._config.max_layouts:
             return False
         self._claims[kind] = now

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from pdmesh.connector.owner import PoolOwner
+from pdmesh.errors import DeadlineExceeded
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import OFFER_LEASE_S, EndedOffer, OfferTable
 from pdmesh.security import MeshSecret
@@ -17,8 +18,9 @@ from pdmesh_kvcache.puller import Puller
 class ArenaHost:
     """An async context manager that runs one arena; enter it before use, leave it only when `is_quiet`.
 
-    A lookup is an offer and a transfer in one, both under the id that its engine minted: `open_lookup`, then pin what is
-    found, then `seal_lookup`. Whatever becomes of the lookup, its pins go with the offer: released, ended or expired.
+    A lookup is an offer and a transfer in one, both under the id that its engine minted: `open_lookup`, then `pin_lookup`
+    what is found, then `seal_lookup`. Whatever becomes of the lookup, its pins go with the offer: released, ended or expired;
+    under an offer that is gone nothing is pinned.
     """
 
     def __init__(self, arena: Arena, connectors: list[str], secret: MeshSecret, *, on_loopback: bool) -> None:
@@ -87,18 +89,30 @@ class ArenaHost:
         )
         self.owner.settle()
 
+    def pin_lookup(self, transfer_id: str, keys: list[bytes]) -> list[int]:
+        """Pin held keys for a lookup; returns their slots. Raises DeadlineExceeded when its offer has expired."""
+        # An offer that is not sealed yet gets no more time by it.
+        if not self.offers.renew(transfer_id):
+            raise DeadlineExceeded("the lookup's offer has expired")
+        return self.index.pin(lookup_pin(transfer_id), keys)
+
     def seal_lookup(self, transfer_id: str, consumer_id: str, group: int, slots: list[int]) -> GroupBlocks:
-        """Give the pinned slots to the consumer until it ends its transfer or stops renewing it."""
+        """Give the pinned slots to the consumer until it ends its transfer or stops renewing it.
+
+        Raises DeadlineExceeded when the lookup's offer has expired.
+        """
         blocks = self.arena.blocks_of(group, slots)
-        self.offers.seal(transfer_id, [blocks], 0)
+        if not self.offers.seal(transfer_id, [blocks], 0):
+            raise DeadlineExceeded("the lookup's offer has expired")
         self.offers.begin(transfer_id, consumer_id, transfer_id, b"")
         self.owner.settle()
         return blocks
 
     def end_lookup(self, transfer_id: str) -> None:
-        """Let go of what a lookup pinned."""
+        """Let go of what a lookup pinned, whatever has become of its offer; its consumer must not read any more."""
         self.offers.release(transfer_id)
         self.owner.settle()
+        self.index.unpin(lookup_pin(transfer_id))
 
     def _metadata_changed(self, connector: str, metadata: bytes) -> None:
         self.puller.metadata[connector] = metadata

@@ -37,6 +37,7 @@ class SlotIndex:
         # Least recently used first.
         self._idle: OrderedDict[bytes, int] = OrderedDict()
         self._pins: dict[str, list[bytes]] = {}
+        self._watchers: dict[bytes, list[Callable[[], None]]] = {}
 
     @property
     def num_used(self) -> int:
@@ -59,6 +60,15 @@ class SlotIndex:
     def is_known(self, key: bytes) -> bool:
         """Whether the key is held or on its way."""
         return key in self._idle or key in self._pinned or key in self._filling
+
+    def is_filling(self, key: bytes) -> bool:
+        """Whether the key's content is on its way."""
+        return key in self._filling
+
+    def watch(self, key: bytes, on_settled: Callable[[], None]) -> None:
+        """Call `on_settled` once, when a key that is filling has become visible or was given up."""
+        assert key in self._filling, "only what is filling settles"
+        self._watchers.setdefault(key, []).append(on_settled)
 
     def has_pin(self, pin_id: str) -> bool:
         """Whether `pin_id` pins anything."""
@@ -94,11 +104,13 @@ class SlotIndex:
         """Make filled slots visible."""
         for reservation in reversed(reserved):
             self._idle[reservation.key] = self._filling.pop(reservation.key)
+        self._tell_watchers(reserved)
 
     def abort(self, reserved: list[Reservation]) -> None:
         """Give back slots whose content did not arrive. Nothing may write to them any more."""
         for reservation in reversed(reserved):
             self._free.append(self._filling.pop(reservation.key))
+        self._tell_watchers(reserved)
 
     def touch(self, keys: list[bytes]) -> None:
         """Count held keys as just used."""
@@ -139,11 +151,17 @@ class SlotIndex:
         assert sorted(places) == list(range(self.num_slots)), "a slot is lost or in two places"
         keys = [*self._filling, *self._idle, *self._pinned]
         assert len(keys) == len(set(keys)), "a key is in two places"
+        assert self._watchers.keys() <= self._filling.keys(), "somebody waits for what will not settle"
         counts: dict[bytes, int] = {}
         for pin_keys in self._pins.values():
             for key in pin_keys:
                 counts[key] = counts.get(key, 0) + 1
         assert counts == {key: pinned.count for key, pinned in self._pinned.items()}, "pins do not add up"
+
+    def _tell_watchers(self, settled: list[Reservation]) -> None:
+        for reservation in settled:
+            for on_settled in self._watchers.pop(reservation.key, ()):
+                on_settled()
 
     def _take(self) -> int | None:
         if self._free:

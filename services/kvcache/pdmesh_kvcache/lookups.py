@@ -1,21 +1,23 @@
 """Answers an engine's question "how much of this prompt do you hold": a leading run of its block keys, pinned.
 
-First what the arena holds, then, within the time the engine gives, what Redis or Valkey holds (`promotion`).
+First what the arena holds, then, within the time the engine gives, what Redis or Valkey holds (`promotion`). What is on its way
+already, by a store or by another lookup, is waited for.
 """
 
+import asyncio
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdmesh.errors import InvalidRequest
+from pdmesh.errors import DeadlineExceeded, InvalidRequest
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.security import MeshSecret
 from pdmesh_kvcache.arena import BlockKind
 from pdmesh_kvcache.arenas import ArenaSet
 from pdmesh_kvcache.backing import Backing
 from pdmesh_kvcache.config import KVCacheConfig
-from pdmesh_kvcache.host import ArenaHost, lookup_pin
+from pdmesh_kvcache.host import ArenaHost
 from pdmesh_kvcache.metrics import Metrics
 from pdmesh_kvcache.promotion import Cut, Promotion
 from pdmesh_kvcache.writer import Writer
@@ -71,7 +73,7 @@ class _Search:
         return self.query.keys[len(self.slots) :]
 
     def pin(self, host: ArenaHost, keys: list[bytes], source: HitSource) -> None:
-        self.slots += host.index.pin(lookup_pin(self.query.transfer_id), keys)
+        self.slots += host.pin_lookup(self.query.transfer_id, keys)
         self.num[source] += len(keys)
 
 
@@ -107,9 +109,13 @@ class Lookups:
             try:
                 await self._search(search, using)
                 found = self._sealed(search)
+            except DeadlineExceeded:
+                # This service stood still for longer than the engine waits: it has given up, and so has the offer.
+                self._metrics.lookups_cut.labels(Cut.DEADLINE).inc()
+                self._let_go(search)
+                return Found(blocks=_no_blocks(query.group))
             except BaseException:
-                if search.host is not None:
-                    search.host.end_lookup(query.transfer_id)
+                self._let_go(search)
                 raise
         for source, num in search.num.items():
             self._metrics.hits.labels(source).inc(num)
@@ -117,14 +123,35 @@ class Lookups:
         return found
 
     async def _search(self, search: _Search, using: ExitStack) -> None:
-        host = self._arenas.get(search.query.kind)
-        if host is not None:
-            self._settle_in(search, host, using)
         while search.rest:
+            if search.host is None and (host := self._arenas.get(search.query.kind)) is not None:
+                self._settle_in(search, host, using)
             if search.host is not None and (held := search.host.index.num_leading(search.rest)):
                 search.pin(search.host, search.rest[:held], HitSource.ARENA)
-            elif not await self._promote(search, using):
+            elif not await self._bring(search, using):
                 break
+
+    async def _bring(self, search: _Search, using: ExitStack) -> bool:
+        """Have the next key brought into the arena, by whoever is at it; False when the run ends here."""
+        key, host = search.rest[0], search.host
+        if host is not None and host.index.is_filling(key):
+            settled = asyncio.Event()
+            host.index.watch(key, settled.set)
+            return await self._wait(search, settled)
+        flight = self._promotion.flight_of(search.query.kind, key)
+        if flight is not None:
+            return await self._wait(search, flight.ended) and flight.missing != key
+        return self._backing.up and await self._promote(search, using)
+
+    async def _wait(self, search: _Search, event: asyncio.Event) -> bool:
+        """Wait within the lookup's time; False, and counted, when that is over first."""
+        try:
+            async with asyncio.timeout(max(search.remaining_s, 0)):
+                await event.wait()
+        except TimeoutError:
+            self._metrics.lookups_cut.labels(Cut.FILLING).inc()
+            return False
+        return True
 
     def _settle_in(self, search: _Search, host: ArenaHost, using: ExitStack) -> None:
         """Look in `host` from now on, and keep it alive meanwhile."""
@@ -139,30 +166,40 @@ class Lookups:
 
     async def _promote(self, search: _Search, using: ExitStack) -> bool:
         """Bring the next batch of the rest from Redis or Valkey into slots and pin it; False when the run ends here."""
-        if not self._backing.up:
-            return False
-        keys = self._next_batch(search)
-        values = await self._promotion.fetch(search.query.kind, keys, search.remaining_s)
-        if not values:
-            return False
-        if search.host is None:
-            host = await self._promotion.open_arena(search.query.kind, keys[0], values[0])
-            if host is None:
+        kind, keys = search.query.kind, self._next_batch(search)
+        with self._promotion.flight(kind, keys) as flight:
+            values = await self._promotion.fetch(kind, keys, search.remaining_s, flight)
+            if not values:
                 return False
-            self._settle_in(search, host, using)
-        assert search.host is not None, "it was there or has been made"
-        num_held = await self._promotion.keep(search.host, keys, values)
+            if search.host is None:
+                host = await self._promotion.open_arena(kind, keys[0], values[0])
+                if host is None:
+                    return False
+                self._settle_in(search, host, using)
+            assert search.host is not None, "it was there or has been made"
+            num_held = await self._promotion.keep(search.host, keys, values)
         search.pin(search.host, keys[:num_held], HitSource.BACKING)
+        if num_held < len(values):
+            # A store may have begun to bring the next one meanwhile.
+            return search.host.index.is_filling(keys[num_held])
         return num_held == len(keys)
 
     def _next_batch(self, search: _Search) -> list[bytes]:
-        """Keys to fetch in one round trip: those before the next one that the arena holds; one until the size is known."""
+        """Keys to fetch in one round trip: those before the next one that is here or on its way; one until the size is known."""
         if search.host is None:
             return search.rest[:1]
         most = max(1, self._config.valkey_batch_bytes // search.host.arena.pool.shape.block_bytes)
-        batch = search.rest[:most]
-        held = (at for at, key in enumerate(batch) if search.host.index.slot_of(key) is not None)
-        return batch[: next(held, len(batch))]
+        batch, index, kind = search.rest[:most], search.host.index, search.query.kind
+        known = (
+            at
+            for at, key in enumerate(batch)
+            if index.is_known(key) or self._promotion.flight_of(kind, key) is not None
+        )
+        return batch[: next(known, len(batch))]
+
+    def _let_go(self, search: _Search) -> None:
+        if search.host is not None:
+            search.host.end_lookup(search.query.transfer_id)
 
     def _sealed(self, search: _Search) -> Found:
         query, host = search.query, search.host

@@ -2,6 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -25,11 +28,22 @@ class Cut(StrEnum):
     """Why a lookup may have found less than there was."""
 
     DEADLINE = "deadline"
+    FILLING = "filling"
+    """Others were bringing the next block when the time was over."""
     BACKING = "backing"
     """Redis or Valkey failed."""
     FULL = "full"
     """No slot could be freed for what was found there."""
     OVERLOADED = "overloaded"
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One lookup's promotion of a batch; others that want the same wait for it instead of fetching it again."""
+
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    missing: bytes | None = None
+    """The first key that the store does not have, as far as that is known."""
 
 
 class Promotion:
@@ -44,18 +58,39 @@ class Promotion:
         self._secret = secret
         self._metrics = metrics
         self._rejects = Seldom()
+        self._flights: dict[tuple[BlockKind, bytes], Flight] = {}
 
-    async def fetch(self, kind: BlockKind, keys: list[bytes], remaining_s: float) -> list[bytes]:
+    def flight_of(self, kind: BlockKind, key: bytes) -> Flight | None:
+        """Return the promotion under way that a key is part of."""
+        return self._flights.get((kind, key))
+
+    @contextmanager
+    def flight(self, kind: BlockKind, keys: list[bytes]) -> Iterator[Flight]:
+        """Let others know that `keys`, none of them in flight, are being brought."""
+        flight = Flight()
+        self._flights |= dict.fromkeys([(kind, key) for key in keys], flight)
+        try:
+            yield flight
+        finally:
+            for key in keys:
+                del self._flights[kind, key]
+            flight.ended.set()
+
+    async def fetch(self, kind: BlockKind, keys: list[bytes], remaining_s: float, flight: Flight) -> list[bytes]:
         """Read the values of the leading keys that are there, unchecked; none when the time is over or the store fails."""
         try:
             if remaining_s <= 0:
                 raise DeadlineExceeded("the lookup's time was over")
             names = [storage_key(kind.layout_fingerprint, key) for key in keys]
-            return _leading(await self._backing.fetch(names, remaining_s))
+            values = _leading(await self._backing.fetch(names, remaining_s))
         except DeadlineExceeded:
             self._cut(Cut.DEADLINE)
         except PeerError:
             self._cut(Cut.BACKING)
+        else:
+            if len(values) < len(keys):
+                flight.missing = keys[len(values)]
+            return values
         return []
 
     async def open_arena(self, kind: BlockKind, key: bytes, value: bytes) -> ArenaHost | None:

@@ -1,11 +1,12 @@
 """Copies blocks out of engines' pools into an arena: the worker halves of the connectors, driven from the event loop.
 
-Worker halves are not thread-safe and may block while they connect, so all of them live on one thread of this arena; the
-loop hears of ended pulls through their descriptors.
+Worker halves are not thread-safe, so all of them live on one thread of this arena; only connecting, which may block for
+seconds when an engine does not answer, has threads of its own. The loop hears of ended pulls through their descriptors.
 """
 
 import asyncio
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +22,16 @@ from pdmesh.errors import PeerUnavailable
 from pdmesh.security import MeshSecret
 from pdmesh_kvcache.arena import Arena
 
+log = logging.getLogger(__name__)
+
 ResultT = TypeVar("ResultT")
 
 # An engine that is gone, or has nothing to store, does not keep its pool mapped here; meeting it again takes milliseconds.
 PEER_IDLE_S = 30.0
+# Engines that do not answer and may be waited for at the same time.
+NUM_CONNECT_THREADS = 4
+# Connectors end a pull at its deadline or a second later; one that overlooks it is told.
+CANCEL_GRACE_S = 2.0
 
 
 class Puller:
@@ -55,6 +62,9 @@ class Puller:
         self._numbers = itertools.count()
         self._stack = AsyncExitStack()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="puller")
+        self._connect_threads = ThreadPoolExecutor(NUM_CONNECT_THREADS, thread_name_prefix="puller-connect")
+        # Disconnects that the thread has not come to yet, by peer.
+        self._leaving: dict[str, asyncio.Future[None]] = {}
         self._loop = asyncio.get_running_loop()
         self.peers = PeerDirectory(
             arena.peer_id,
@@ -84,6 +94,7 @@ class Puller:
                 self._follow_metadata(name, connector)
                 self._watch(connector)
                 stack.callback(self._loop.remove_reader, connector.fileno())
+            stack.push_async_callback(asyncio.to_thread, self._connect_threads.shutdown)
             await stack.enter_async_context(self.peers)
             self._stack = stack.pop_all()
         return self
@@ -121,7 +132,9 @@ class Puller:
     ) -> PullResult:
         """Copy blocks into reserved slots and wait until nothing writes to them any more, however it ends.
 
-        Being cancelled leaves the copy running: only the closing arena cancels, and it ends the copy first.
+        That is at its deadline at the latest, or when a connector that let it pass has stopped after being told to: slots
+        that something may write to cannot be given to others, so there is no third way. Being cancelled leaves the copy
+        running: only the closing arena cancels, and it ends the copy first.
         """
         transfer_id = f"store-{next(self._numbers)}"
         connector = self._connectors[peer.connector]
@@ -139,7 +152,10 @@ class Puller:
         self._stop_timer(peer.peer_id)
         try:
             await self._in_thread(partial(connector.start, pull))
-            # The connector's contract: every pull ends, at its deadline at the latest.
+            await asyncio.wait([waiting], timeout=deadline_s + CANCEL_GRACE_S)
+            if not waiting.done():
+                log.warning("connector %s let the deadline of a pull from %s pass", peer.connector, peer.peer_id)
+                await self._in_thread(partial(connector.cancel, transfer_id))
             return await waiting
         finally:
             self._waiting.pop(transfer_id, None)
@@ -149,7 +165,12 @@ class Puller:
     def _forget_when_idle(self, peer_id: str) -> None:
         self._stop_timer(peer_id)
         if not self._num_pulls[peer_id] and not self._closing:
-            self._idle_timers[peer_id] = self._loop.call_later(PEER_IDLE_S, self.peers.forget, peer_id)
+            self._idle_timers[peer_id] = self._loop.call_later(PEER_IDLE_S, self._forget, peer_id)
+
+    def _forget(self, peer_id: str) -> None:
+        # Also for one that was lost meanwhile, which would not be detached again.
+        self._stop_timer(peer_id)
+        self.peers.forget(peer_id)
 
     def _stop_timer(self, peer_id: str) -> None:
         if (timer := self._idle_timers.pop(peer_id, None)) is not None:
@@ -157,13 +178,17 @@ class Puller:
 
     async def _attach(self, pool: PeerPool, name: str) -> None:
         connector = self._connectors[name]
-        await self._in_thread(partial(connector.connect, pool))
+        if (leaving := self._leaving.get(pool.peer_id)) is not None:
+            # Or it would end the connection that is made now.
+            await asyncio.wait([leaving])
+        await self._loop.run_in_executor(self._connect_threads, connector.connect, pool)
         self._connector_of[pool.peer_id] = name
 
     def _detach(self, peer_id: str) -> None:
         self._stop_timer(peer_id)
         connector = self._connectors[self._connector_of.pop(peer_id)]
-        self._thread.submit(connector.disconnect, peer_id)
+        leaving = self._leaving[peer_id] = self._loop.run_in_executor(self._thread, connector.disconnect, peer_id)
+        leaving.add_done_callback(lambda _: self._leaving.pop(peer_id, None))
 
     def _watch(self, connector: WorkerConnector) -> None:
         self._loop.add_reader(connector.fileno(), self._poll, connector)

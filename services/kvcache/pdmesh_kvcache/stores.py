@@ -8,6 +8,8 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -51,7 +53,7 @@ class StoredBlock:
     generation: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Offering:
     """One engine's blocks, to be copied."""
 
@@ -73,6 +75,8 @@ class Stores:
         self._metrics = metrics
         self._queue: deque[Offering] = deque()
         self._num_running = 0
+        # Owners that a worker is trying to reach: one that does not answer must not keep all workers.
+        self._reaching: set[str] = set()
         self._draining = False
         self._changed = asyncio.Condition()
 
@@ -123,8 +127,8 @@ class Stores:
     async def _work(self) -> None:
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: bool(self._queue))
-                store = self._queue.popleft()
+                await self._changed.wait_for(lambda: self._next() is not None)
+                store = self._take()
                 self._num_running += 1
             try:
                 await self._carry_out(store)
@@ -136,22 +140,53 @@ class Stores:
                 async with self._changed:
                     self._changed.notify_all()
 
+    def _next(self) -> Offering | None:
+        """Return the first store whose owner nobody is trying to reach."""
+        return next((store for store in self._queue if store.owner_id not in self._reaching), None)
+
+    def _take(self) -> Offering:
+        store = self._next()
+        assert store is not None, "it was there when the worker woke"
+        self._queue.remove(store)
+        self._reaching.add(store.owner_id)
+        return store
+
     async def _carry_out(self, store: Offering) -> None:
         started_s = time.monotonic()
-        host = await self._arenas.open(store.kind, store.block_bytes)
-        if host is None:
-            self._drop(StoreDrop.NO_ARENA, len(store.blocks))
-            return
-        with host.in_use():
-            try:
-                peer = await host.puller.reach(store.owner_id, store.owner_address, self._config.store_timeout_s)
-            except MeshError as exc:
-                log.warning("blocks of %s cannot be copied: %s", store.owner_id, exc.message)
-                self._metrics.errors.labels("reach").inc()
-                self._drop(StoreDrop.OWNER_GONE, len(store.blocks))
+        with ExitStack() as using:
+            async with self._reached(store.owner_id):
+                host = await self._arenas.open(store.kind, store.block_bytes)
+                if host is None:
+                    self._drop(StoreDrop.NO_ARENA, len(store.blocks))
+                    return
+                using.enter_context(host.in_use())
+                peer = await self._reach(store, host)
+            if peer is None:
                 return
             await self._fill(store, host, peer, started_s + self._config.store_timeout_s)
         self._metrics.store_seconds.observe(time.monotonic() - started_s)
+
+    @asynccontextmanager
+    async def _reached(self, owner_id: str) -> AsyncIterator[None]:
+        """Leave an owner's other stores to other workers afterwards."""
+        try:
+            yield
+        finally:
+            self._reaching.discard(owner_id)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _reach(self, store: Offering, host: ArenaHost) -> Peer | None:
+        """Return the attached owner; None when there is none, and then its other stores go too."""
+        try:
+            return await host.puller.reach(store.owner_id, store.owner_address, self._config.store_timeout_s)
+        except MeshError as exc:
+            log.warning("blocks of %s cannot be copied: %s", store.owner_id, exc.message)
+            self._metrics.errors.labels("reach").inc()
+        gone = [store, *(each for each in self._queue if _same_owner(each, store))]
+        self._queue = deque(each for each in self._queue if not _same_owner(each, store))
+        self._drop(StoreDrop.OWNER_GONE, sum(len(each.blocks) for each in gone))
+        return None
 
     async def _fill(self, store: Offering, host: ArenaHost, peer: Peer, deadline_s: float) -> None:
         """Reserve slots for the whole chain, so that it does not evict itself, and fill them part by part."""
@@ -214,3 +249,7 @@ class Stores:
     def _drop(self, reason: StoreDrop, num: int) -> None:
         if num:
             self._metrics.blocks_dropped.labels(reason).inc(num)
+
+
+def _same_owner(one: Offering, other: Offering) -> bool:
+    return (one.owner_id, one.owner_address, one.kind) == (other.owner_id, other.owner_address, other.kind)
