@@ -6,6 +6,7 @@ that never ends and one connection too many are refused and closed, on every ser
 
 import asyncio
 import http
+import logging
 import resource
 from typing import Any
 
@@ -23,6 +24,9 @@ RESERVED_DESCRIPTORS = 256
 PIECE_BYTES = 16 << 10
 # A client that still sends when its connection is closed gets a reset instead of the answer.
 LINGER_S = 1.0
+MAX_REFUSED_OPEN = RESERVED_DESCRIPTORS // 2
+
+log = logging.getLogger(__name__)
 
 
 def most_connections() -> int:
@@ -50,10 +54,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
-            self._refuse(http.HTTPStatus.SERVICE_UNAVAILABLE, "too many open connections")
-        else:
+        num_over = len(self.connections) - self.max_connections
+        if num_over <= 0:
             self._watch_head()
+            return
+        if num_over == 1:
+            log.warning("over %d open HTTP connections; further ones are refused", self.max_connections)
+        self._refuse(http.HTTPStatus.SERVICE_UNAVAILABLE, "too many open connections")
+        if num_over > MAX_REFUSED_OPEN:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch_head()

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from pdmesh import http_protocol
 from pdmesh.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS, BoundedHttpProtocol
 from support.api_server import serve_in_thread
 
@@ -177,8 +178,12 @@ def test_the_deadline_spares_a_request_being_answered_and_its_successor(address:
         read_until(connection, b"\r\n\r\n2")
 
 
-def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most_refused", [0, 9])
+def test_one_connection_too_many_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most_refused: int
+) -> None:
     monkeypatch.setattr(BoundedHttpProtocol, "max_connections", 2)
+    monkeypatch.setattr(http_protocol, "MAX_REFUSED_OPEN", most_refused)
     with serve_in_thread(app) as url:
         address = host_and_port(url)
         with connect(address) as first, connect(address) as second:
@@ -186,6 +191,7 @@ def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
                 held.sendall(GET + b"\r\n")
                 assert held.recv(65536).startswith(b"HTTP/1.1 200 ")
             assert exchange(address).startswith(b"HTTP/1.1 503 ")
+        assert "over 2 open HTTP connections" in caplog.text
         assert _eventually(lambda: exchange(address, GET, b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 200 "))
 
 
