@@ -95,3 +95,20 @@ def test_the_digest_tells_every_part_apart() -> None:
     assert all(a != b for a, b in itertools.combinations(made, 2))
     assert request_digest([1, 2], cache_salt="a") == request_digest([1, 2], cache_salt="a")
     assert {len(each) for each in made} == {32}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        GroupBlocks(group=0, block_ids=[1 << 40], generations=[1]),
+        GroupBlocks(group=0, block_ids=[-1], generations=[1]),
+        GroupBlocks(group=0, block_ids=[1], generations=[-1]),
+        GroupBlocks(group=0, block_ids=[1, 2], generations=[1]),
+        GroupBlocks(group=-1, block_ids=[1], generations=[1]),
+    ],
+)
+def test_blocks_that_cannot_be_are_a_failed_transfer(wrong: GroupBlocks) -> None:
+    """Once, they went on to the wire's encoder, whose ValueError ended the request as an InternalError."""
+    sealed = seal(msgspec.structs.replace(TICKET, groups=[wrong]), OURS)
+    with pytest.raises(TransferFailed, match="groups"):
+        unseal(sealed, OURS)

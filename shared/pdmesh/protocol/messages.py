@@ -5,6 +5,10 @@ These structs cross the ZMQ boundary inside an engine as msgpack; `wire.py` maps
 
 import msgspec
 
+# As wide as `mesh.proto` has them.
+MAX_GROUPS = MAX_BLOCK_IDS = 1 << 32
+MAX_GENERATIONS = 1 << 64
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen; already validated and resolved (no field is "use the default" any more)."""
@@ -51,6 +55,16 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     group: int
     block_ids: list[int]
     generations: list[int]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether each block has a generation and all fit the wire; which blocks a pool has, only its owner knows."""
+        return (
+            0 <= self.group < MAX_GROUPS
+            and len(self.block_ids) == len(self.generations)
+            and all(0 <= block_id < MAX_BLOCK_IDS for block_id in self.block_ids)
+            and all(0 <= generation < MAX_GENERATIONS for generation in self.generations)
+        )
 
 
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,8 +60,8 @@ def seal(ticket: Ticket, secret: MeshSecret) -> bytes:
 def unseal(data: bytes, secret: MeshSecret) -> Ticket:
     """Check and read a ticket.
 
-    Raises TransferFailed when its version is unknown (a peer of another release sealed it; the prompt can be recomputed) and
-    Forbidden when it was not sealed with this mesh's secret or has been changed.
+    Raises TransferFailed when its version is unknown (a peer of another release sealed it; the prompt can be recomputed) or
+    when it names blocks that no pool can have, and Forbidden when it was not sealed with this mesh's secret or has been changed.
     """
     head, mac, body = data[:1], data[1 : 1 + MAC_BYTES], data[1 + MAC_BYTES :]
     if head and head[0] != TICKET_VERSION:
@@ -69,9 +69,12 @@ def unseal(data: bytes, secret: MeshSecret) -> Ticket:
     if not body or not secret.check(MAC_PURPOSE, head + body, mac):
         raise Forbidden("the ticket is not one of this mesh or has been changed")
     try:
-        return _decode(body)
+        ticket = _decode(body)
     except msgspec.MsgspecError as exc:
         raise TransferFailed(f"version: the ticket cannot be read: {exc}") from exc
+    if not all(group.is_sound for group in ticket.groups):
+        raise TransferFailed("groups: the ticket names blocks that no pool can have")
+    return ticket
 
 
 def request_digest(token_ids: list[int], *, cache_salt: str, lora: str = "", template: str = "") -> bytes:
