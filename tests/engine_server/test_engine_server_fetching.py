@@ -276,14 +276,19 @@ def test_a_lookup_that_nobody_waits_for_lets_its_pins_go() -> None:
 
 def test_one_request_in_a_hurry_does_not_pause_the_tier_for_all() -> None:
     async def scene(core: HeldCore, engine: Engine, tier: Tier) -> None:
-        tier.delay_s = 0.2
-        submitted(engine, request("hurried", deadline_s=0.1))
-        await asyncio.sleep(0.3)
-        tier.delay_s = 0.0
+        assert engine.tier is not None
+
+        async def attempt(ask: object) -> None:
+            await asyncio.sleep(30)
+
+        assert await engine.tier.find(attempt, [b"key"], 0.05) is None
         submitted(engine, request("patient"))
-        await until(lambda: len(tier.lookups) == 2)
         await until(lambda: core.sent and isinstance(core.sent[-1], AddRequest))
         assert core.added().source is not None
-        assert counted(engine, "pdmesh_tier_lookups_total", outcome="paused") == 0
+        # One that had all the time a lookup may take and got no answer says that the tier is slow.
+        assert await engine.tier.find(attempt, [b"key"], 30.0) is None
+        assert await engine.tier.find(attempt, [b"key"], 30.0) is None
+        assert counted(engine, "pdmesh_tier_lookups_total", outcome="timeout") == 2
+        assert counted(engine, "pdmesh_tier_lookups_total", outcome="paused") == 1
 
     play_with_tier(scene)
