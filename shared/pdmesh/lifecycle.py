@@ -24,6 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdmesh.config import ServiceConfig, load_config, unknown_variables
+from pdmesh.decoding import DecodeInterceptor
 from pdmesh.errors import ConfigError, MeshError
 from pdmesh.http_protocol import BoundedHttpProtocol
 from pdmesh.logging import setup_logging
@@ -271,7 +272,7 @@ async def grpc_server(
 
     `register` adds the servicers and returns their full names. Raises ConfigError when the port is taken.
     """
-    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[AuthInterceptor(secret)])
+    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[AuthInterceptor(secret), DecodeInterceptor()])
     names = register(server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -2,16 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from pdmesh.decoding import Undecodable
 from pdmesh.engine.server.endings import error_delta
 from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.orderly_writes import OrderlyWrites
 from pdmesh.engine.server.sessions import Broken, Session, Sessions
 from pdmesh.engine.server.submission import Submission
 from pdmesh.errors import InternalError, MeshError
@@ -29,7 +31,6 @@ MIN_REPORT_INTERVAL_S = 0.1
 # What a stream's `read` returns at its end; the stubs do not know it.
 EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
 Context = grpc.aio.ServicerContext[Any, Any]
-Write = Callable[[pb.ControlDown], Awaitable[None]]
 
 
 class EngineServicer(mesh_pb2_grpc.EngineServicer):
@@ -67,35 +68,36 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
         session_id = await _session_id(context)
         session = self._sessions.open(session_id)
         reader = asyncio.create_task(self._read_requests(session, context))
-        writer = asyncio.create_task(_write_frames(session, context))
+        writes = OrderlyWrites(context)
+        writer = asyncio.create_task(_write_frames(session, writes))
         try:
             ends: set[asyncio.Future[Any]] = {writer, session.broken}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            _raise_undecodable(reader)
             if not writer.done():
                 why = session.broken.result()
                 log.warning("session %s ended: %s", session_id, why)
+                writer.cancel()
+                await writes.settle()
                 await context.abort(grpc.StatusCode.ABORTED, f"the engine ended the session: {why}")
         finally:
             self._sessions.close(session_id, session)
             await self._end(context, reader, writer)
+            await writes.settle()
 
     async def Control(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
         """Take aborts and leases of a session and report load, until the proxy ends the stream or the engine closes."""
         session_id = await _session_id(context)
-        # gRPC allows one write at a time.
-        writing = asyncio.Lock()
-
-        async def write(message: pb.ControlDown) -> None:
-            async with writing:
-                await context.write(message)
-
-        reader = asyncio.create_task(self._read_control(session_id, context, write))
-        reporter = asyncio.create_task(self._report_load(write))
+        writes = OrderlyWrites(context)
+        reader = asyncio.create_task(self._read_control(session_id, context, writes))
+        reporter = asyncio.create_task(self._report_load(writes))
         closing = asyncio.create_task(self._closing.wait())
         try:
             await asyncio.wait({reader, reporter, closing}, return_when=asyncio.FIRST_COMPLETED)
+            _raise_undecodable(reader)
         finally:
             await self._end(context, reader, reporter, closing)
+            await writes.settle()
 
     def close(self) -> None:
         """Have all streams end once what is owed on them is sent."""
@@ -108,6 +110,9 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
                 for message in frame.requests:
                     self._submit(session, request_from_pb(message))
             session.finish()
+        except Undecodable:
+            session.end(Broken.STREAM)
+            raise
         except Exception as exc:
             self._unexpected("data_stream", exc)
             session.end(Broken.STREAM)
@@ -121,7 +126,7 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
             for choice in request.choices or [0]:
                 session.put(error_delta(request.request_id, choice, error))
 
-    async def _read_control(self, session_id: str, context: Context, write: Write) -> None:
+    async def _read_control(self, session_id: str, context: Context, writes: OrderlyWrites) -> None:
         async for message in _messages(context):
             for abort in message.aborts:
                 self._sessions.abort(session_id, abort.request_id, abort.choice)
@@ -129,13 +134,13 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
                 self._handoff.release(offer_id)
             ended = [offer_id for offer_id in message.renew_offers if not self._handoff.renew(offer_id)]
             if ended or message.ping:
-                await write(pb.ControlDown(pong=message.ping, ended_offers=ended, load=self._board.report()))
+                await writes.write(pb.ControlDown(pong=message.ping, ended_offers=ended, load=self._board.report()))
 
-    async def _report_load(self, write: Write) -> None:
+    async def _report_load(self, writes: OrderlyWrites) -> None:
         """Tell what changed; an engine at rest is silent but for its answers to pings."""
         while True:
             version = self._board.version
-            await write(pb.ControlDown(load=self._board.report()))
+            await writes.write(pb.ControlDown(load=self._board.report()))
             await asyncio.sleep(MIN_REPORT_INTERVAL_S)
             await self._board.newer(version)
 
@@ -145,7 +150,8 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             # When the stream is gone, reads and writes fail as they must.
-            if isinstance(result, Exception) and not context.done() and not isinstance(result, grpc.aio.BaseError):
+            expected = grpc.aio.BaseError, Undecodable
+            if isinstance(result, Exception) and not context.done() and not isinstance(result, expected):
                 self._unexpected("stream", result)
 
     def _unexpected(self, where: str, error: Exception) -> InternalError:
@@ -155,9 +161,15 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
         return InternalError(f"the engine could not handle this: {type(error).__name__}: {error}")
 
 
-async def _write_frames(session: Session, context: Context) -> None:
+def _raise_undecodable(reader: asyncio.Task[None]) -> None:
+    """Pass on that a stream's end was a message that is none."""
+    if reader.done() and isinstance(error := reader.exception(), Undecodable):
+        raise error
+
+
+async def _write_frames(session: Session, writes: OrderlyWrites) -> None:
     while deltas := await session.take():
-        await context.write(pb.StepFrame(deltas=[delta_to_pb(delta) for delta in deltas]))
+        await writes.write(pb.StepFrame(deltas=[delta_to_pb(delta) for delta in deltas]))
 
 
 async def _messages(context: Context) -> AsyncIterator[Any]:

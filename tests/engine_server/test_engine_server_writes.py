@@ -1,0 +1,79 @@
+"""Writes on a stream whose writers are cancelled at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from pdmesh.engine.server.orderly_writes import OrderlyWrites
+from pdmesh.lifecycle import grpc_server
+from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol import mesh_pb2_grpc
+from pdmesh.security import MeshSecret
+from support.engines import SECRET as ENGINES_SECRET
+
+SECRET = MeshSecret("a mesh secret for tests only")
+
+
+class Cancelling(mesh_pb2_grpc.EngineServicer):
+    """Cancels writers in the middle of the first write, writes on, and ends."""
+
+    async def Control(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        writes = OrderlyWrites(context)
+        first = asyncio.create_task(writes.write(pb.ControlDown(pong=1)))
+        for _ in range(2):
+            await asyncio.sleep(0)
+        first.cancel()
+        if (await context.read()).ping:
+            await writes.write(pb.ControlDown(pong=2))
+        await writes.settle()
+
+
+@pytest.mark.parametrize("ping", [0, 1])
+def test_writer_cancelled_in_a_write_harms_no_other_and_not_the_end(
+    ping: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever followed failed with TOO_MANY_OPERATIONS and a traceback in the engine's log."""
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        mesh_pb2_grpc.add_EngineServicer_to_server(Cancelling(), server)
+        return []
+
+    async def go() -> list[int]:
+        async with (
+            grpc_server("127.0.0.1", 0, SECRET, register) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            stream = mesh_pb2_grpc.EngineStub(channel).Control(metadata=SECRET.call_metadata(), timeout=5)
+            await stream.write(pb.ControlUp(ping=ping))
+            return [message.pong async for message in stream]
+
+    assert asyncio.run(go()) == [1, 2][: 1 + ping]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("name", ["Generate", "Control"])
+def test_garbage_on_a_session_ends_it_as_the_callers_fault(
+    pair: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def go() -> grpc.StatusCode:
+        async with grpc.aio.insecure_channel(pair.decode.grpc) as channel:
+            metadata = (("pdmesh-session", "garbage"), *MeshSecret(ENGINES_SECRET).call_metadata())
+            stream = channel.stream_stream(f"/pdmesh.v1.Engine/{name}")(metadata=metadata, timeout=5)
+            await stream.write(b"\xff" * 40)
+            # The status comes after the load reports before it.
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for _ in stream:
+                    pass
+            return await stream.code()
+
+    assert pair.loop.run(go()) is grpc.StatusCode.INVALID_ARGUMENT
+    loud = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(loud) == 1
+    assert loud[0].exc_info is None
