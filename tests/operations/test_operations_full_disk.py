@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from pdmesh.supervisor.config import UpConfig
 from pdmesh.supervisor.keeper import Keeper, KeeperState
 from pdmesh.supervisor.mesh import Mesh
 from pdmesh.supervisor.plan import ChildSpec, Plan
+from pdmesh.supervisor.ports import Ports
 from pdmesh.supervisor.roles import Role
 from pdmesh.supervisor.runtime import RuntimeFolder
 
@@ -52,10 +55,18 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_mesh(runtime: RuntimeFolder, news: list[str]) -> Mesh:
-    config = load_config(UpConfig, ["--aggregated", "--no-kvcache"], prog="t", environ={})
-    mesh = Mesh(config, Plan(config, runtime, os.environ), runtime, changed=lambda: None, report=news.append)
+    config = load_config(UpConfig, ["--aggregated", "--no-kvcache", "--port", str(free_port())], prog="t", environ={})
+    with contextlib.closing(Ports()) as ports:
+        plan = Plan(config, runtime, os.environ, ports)
+    mesh = Mesh(config, plan, runtime, changed=lambda: None, report=news.append)
     mesh._started = True
     return mesh
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port: int = bound.getsockname()[1]
+        return port
 
 
 async def until(reached: Callable[[], bool]) -> None:
