@@ -174,14 +174,15 @@ def variable(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
-def unknown_variables(cls: type[Settings], environ: Iterable[str]) -> list[str]:
-    """One line for each PDMESH_ variable that looks like a misspelt setting of `cls`.
+def unknown_variables(cls: type[Settings], environ: Iterable[str] | None = None) -> list[str]:
+    """One line for each PDMESH_ variable of `environ` (default os.environ) that looks like a misspelt setting of `cls`.
 
     Others are left alone: they may belong to another service that is started from the same environment.
     """
+    given = os.environ if environ is None else environ
     known = ["CONFIG", *map(str.upper, cls.model_fields)]
     lines = []
-    for name in sorted(name.removeprefix(ENV_PREFIX) for name in environ if name.startswith(ENV_PREFIX)):
+    for name in sorted(name.removeprefix(ENV_PREFIX) for name in given if name.startswith(ENV_PREFIX)):
         near = [] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=NAME_CUTOFF)
         if near:
             lines.append(f"environment variable {ENV_PREFIX}{name} means nothing here; is it {ENV_PREFIX}{near[0]}?")

@@ -118,7 +118,7 @@ def run_service(
     try:
         config = load_config(config_class, sys.argv[1:] if argv is None else argv, prog=prog, positional=positional)
         setup_logging(name, config.log_level, config.log_format)
-        for line in unknown_variables(config_class, os.environ):
+        for line in unknown_variables(config_class):
             log.warning("%s", line)
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             if not runner.run(_live(config, serve, check)):

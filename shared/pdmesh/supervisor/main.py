@@ -58,7 +58,7 @@ async def _run(config: UpConfig, source: ModelSource, runtime: RuntimeFolder, pl
     stop = _stop_on_signals(mesh, display)
     runtime.write_api_key(config.api_key)
     display.say(f"pdmesh: {source.name} from {source.path}")
-    for line in [*unknown_variables(UpConfig, os.environ), *plan.moved]:
+    for line in [*unknown_variables(UpConfig), *plan.moved]:
         display.say(line)
     try:
         async with control_server(bound, mesh.scale):
