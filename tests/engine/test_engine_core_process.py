@@ -104,7 +104,8 @@ def test_a_core_serves_sleeps_ends_and_its_death_is_noticed(model: Path) -> None
             began = time.monotonic()
             assert await client.died() == "killed by signal 9"
             assert not client.alive
-            assert [message async for message in client.outputs()] == []
+            # At most the gauges that the core sends when it comes to rest, if they were still on their way.
+            assert not [m async for m in client.outputs() if not isinstance(m, StepOutput) or m.deltas]
             assert time.monotonic() - began < 2
             client.send(make_add(PROMPT))
 
