@@ -3,6 +3,7 @@
 import itertools
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +95,7 @@ def test_the_digest_tells_every_part_apart() -> None:
     ]
     assert all(a != b for a, b in itertools.combinations(made, 2))
     assert request_digest([1, 2], cache_salt="a") == request_digest([1, 2], cache_salt="a")
+    assert request_digest(np.asarray([1, 2]), cache_salt="a") == request_digest([1, 2], cache_salt="a")
     assert {len(each) for each in made} == {32}
 
 

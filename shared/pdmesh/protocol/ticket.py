@@ -9,6 +9,7 @@ import hashlib
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from pdmesh.errors import Forbidden, TransferFailed
 from pdmesh.protocol.messages import GroupBlocks
@@ -77,7 +78,9 @@ def unseal(data: bytes, secret: MeshSecret) -> Ticket:
     return ticket
 
 
-def request_digest(token_ids: list[int], *, cache_salt: str, lora: str = "", template: str = "") -> bytes:
+def request_digest(
+    token_ids: "list[int] | NDArray[np.int64]", *, cache_salt: str, lora: str = "", template: str = ""
+) -> bytes:
     """Return 32 bytes naming all that decides a prompt's KV: token ids, salt, LoRA adapter, template revision.
 
     SHA-256 over fields that each carry a tag and a length, so that no two requests share an encoding.

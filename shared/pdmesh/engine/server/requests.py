@@ -10,6 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
 from pdmesh.protocol.ticket import request_digest
 
@@ -58,13 +61,16 @@ class RunningRequest:
     kv_source: str = ""
     kv_bytes: int = 0
     finish_reason: str = ""
+    tokens: NDArray[np.int64] | None = None
+    """`request.token_ids` as an array, when somebody has made it one."""
     _digest: bytes = b""
 
     @property
     def digest(self) -> bytes:
         """`request_digest` of its prompt. Hashing takes time with the prompt's length, so it is done once."""
         if not self._digest:
-            self._digest = request_digest(self.request.token_ids, cache_salt=self.request.cache_salt)
+            tokens = self.request.token_ids if self.tokens is None else self.tokens
+            self._digest = request_digest(tokens, cache_salt=self.request.cache_salt)
         return self._digest
 
     @property

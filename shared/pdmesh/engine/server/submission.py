@@ -9,6 +9,8 @@ import logging
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from pdmesh.config import EngineConfig
 from pdmesh.engine.block_key import block_keys, root_key
@@ -76,16 +78,17 @@ class Submission:
         Raises Draining, Overloaded or InvalidRequest when it is not accepted: then `sink` hears nothing.
         """
         self._check_room()
-        check_request(request, self._ready)
+        tokens = check_request(request, self._ready)
         if self._table.find(sink, request.request_id) is not None:
             raise InvalidRequest(f"request id {request.request_id!r} is running already", param="request_id")
         running = self._table.add(request, sink, self._endings.overdue)
+        running.tokens = tokens
         leg = leg or StockLeg()
         if request.prefill_only or leg.offer:
             self._handoff.open(running, stock=leg.offer)
         keys: list[bytes] = []
         if self._config.enable_prefix_caching:
-            keys = block_keys(request.token_ids, self._ready.block_size, root=self._root, cache_salt=request.cache_salt)
+            keys = block_keys(tokens, self._ready.block_size, root=self._root, cache_salt=request.cache_salt)
         if self._sources.needs_calls(running, leg.remote, keys):
             running.submission = self._tasks.create_task(self._submit_with_source(running, leg.remote, keys))
             self._num_calling += 1
@@ -144,13 +147,21 @@ class Submission:
         )
 
 
-def check_request(request: GenerateRequest, ready: CoreReady) -> None:
-    """Raise InvalidRequest for what this process cannot work with; the core checks the rest."""
+def check_request(request: GenerateRequest, ready: CoreReady) -> NDArray[np.int64]:
+    """Return the prompt's tokens as an array, int64 [num_tokens], for all that is computed over them.
+
+    Raises InvalidRequest for what this process cannot work with; the core checks the rest.
+    """
     if not 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS:
         raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
     if not request.token_ids:
         raise InvalidRequest("the prompt is empty; it needs at least one token", param="prompt")
-    if not 0 <= min(request.token_ids) <= max(request.token_ids) < ready.vocab_size:
+    try:
+        tokens = np.asarray(request.token_ids, dtype=np.int64)
+    except OverflowError as exc:
+        raise InvalidRequest("the prompt holds a token id beyond 64 bits", param="prompt") from exc
+    if not 0 <= tokens.min() <= tokens.max() < ready.vocab_size:
         raise InvalidRequest(f"the prompt holds a token id outside 0…{ready.vocab_size - 1}", param="prompt")
     if not request.choices or len(set(request.choices)) != len(request.choices):
         raise InvalidRequest("choices must be distinct, and at least one", param="n")
+    return tokens
