@@ -119,9 +119,8 @@ class Puller:
         """Return the attached owner of a store's blocks. Raises HandshakeRefused or PeerUnavailable."""
         peer = await self.peers.reach(address, deadline_s)
         if peer.peer_id != owner_id:
-            # The one we knew is gone and its successor asks; or the other way round.
-            self.peers.forget(peer.peer_id)
-            peer = await self.peers.reach(address, deadline_s)
+            # The one we knew may be gone and its successor asks; or the other way round: the address tells.
+            peer = await self.peers.confirm(peer, deadline_s)
         if peer.peer_id != owner_id:
             raise PeerUnavailable(f"{owner_id} is gone: {peer.peer_id} answers at {address}")
         self._forget_when_idle(peer.peer_id)
