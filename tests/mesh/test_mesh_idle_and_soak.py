@@ -71,10 +71,14 @@ def test_sixteen_streams_for_two_minutes_leave_nothing_behind() -> None:
                     count += 32
             return count
 
-        run_for(20)
+        run_for(30)
         processes = family(running)
-        before = private_bytes(processes)
-        assert run_for(120) > 100
-        running.wait_nothing_held()
-        grown = private_bytes(processes) - before
-        assert grown < 24 << 20, f"{grown / 2**20:.1f} MiB more than after the warm-up"
+        num_done, held_bytes = 0, []
+        for _ in range(4):
+            num_done += run_for(30)
+            running.wait_nothing_held()
+            held_bytes.append(private_bytes(processes))
+        assert num_done > 100
+        # The allocator takes and returns tens of MiB of scratch between windows; a leak shows in the least of them too.
+        grown = min(held_bytes[2:]) - min(held_bytes[:2])
+        assert grown < 16 << 20, f"MiB held after each window: {[size >> 20 for size in held_bytes]}"
