@@ -9,6 +9,9 @@ import torch
 from pdmesh.models.source import DEMO_MODEL, resolve
 from support.sequences import LoadedBackend, Sequence
 
+# transformers takes a quarter of a minute to load the model: too long for --quick.
+pytestmark = pytest.mark.services
+
 # Below this gap between the two best logits rounding may choose, and the prompt proves nothing (DESIGN, promise 1).
 MIN_TOP2_GAP = 1e-3
 # "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
