@@ -24,6 +24,9 @@ Foreign exceptions become one of these once, at the edge where they enter. Error
 
 from typing import ClassVar
 
+RETRY_AFTER_S = 1.0
+"""When to try again, where nothing better is known; the `Retry-After` of a 503."""
+
 
 class MeshError(Exception):
     """Base of every error that pdmesh raises on purpose."""

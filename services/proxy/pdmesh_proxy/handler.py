@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 
 from pdmesh.errors import (
+    RETRY_AFTER_S,
     Draining,
     HandshakeRefused,
     InvalidRequest,
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 # What nginx counts for a client that closed its connection; no such status is ever sent.
 STATUS_CLIENT_LEFT = 499
 STATUS_TRY_LATER = 503
-RETRY_AFTER_S = 1.0
 
 
 class MeshGenerator(Generator):

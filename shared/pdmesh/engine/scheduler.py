@@ -15,12 +15,11 @@ from pdmesh.engine.progress import Progress, RowResult
 from pdmesh.engine.remote_kv import Begun, RemoteKV
 from pdmesh.engine.request import Request, Sequence
 from pdmesh.engine.states import Event
-from pdmesh.errors import InternalError, InvalidRequest, MeshError, Overloaded
+from pdmesh.errors import RETRY_AFTER_S, InternalError, InvalidRequest, MeshError, Overloaded
 from pdmesh.protocol.messages import ChoiceDelta
 
 # Logits of a whole vocabulary per position: 256 of them are 50 to 150 MB in float32.
 MAX_PROMPT_LOGPROBS_CHUNK_TOKENS = 256
-RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)

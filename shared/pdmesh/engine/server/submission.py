@@ -24,12 +24,11 @@ from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RequestTable, RunningRequest, Sink
 from pdmesh.engine.server.sources import Sources
 from pdmesh.engine.server.transfer_params import RemoteKV
-from pdmesh.errors import Draining, InternalError, InvalidRequest, MeshError, Overloaded
+from pdmesh.errors import RETRY_AFTER_S, Draining, InternalError, InvalidRequest, MeshError, Overloaded
 from pdmesh.protocol.messages import GenerateRequest, KVSource
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1.0
 MAX_REQUEST_ID_CHARS = 256
 
 

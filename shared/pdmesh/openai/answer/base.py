@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from pdmesh.openai.run.answer import AnswerRun
 from pdmesh.openai.run.choice import ChoiceUpdate
 from pdmesh.openai.run.logprobs import LogprobSpeller, PositionLogprobs, prompt_entry
-from pdmesh.openai.schemas.answers import PromptLogprobs, Usage, encode
+from pdmesh.openai.schemas.answers import ChatChunk, Completion, PromptLogprobs, Usage, encode
 from pdmesh.openai.schemas.generation import GenerationBody
 from pdmesh.openai.text import TextModel
 
@@ -28,6 +28,9 @@ class AnswerHead:
 class Answer(ABC):
     """Shapes one request's answer. Updates go to `chunks` when it is streamed, else to `collect` and then `whole`."""
 
+    chunk_type: ClassVar[type[ChatChunk] | type[Completion]]
+    """What a stream of this answer is made of."""
+
     def __init__(self, head: AnswerHead, body: GenerationBody, run: AnswerRun, text: TextModel) -> None:
         self.head = head
         self.body = body
@@ -42,9 +45,17 @@ class Answer(ABC):
     def chunks(self, update: ChoiceUpdate) -> list[msgspec.Struct]:
         """Return the chunks to send for an update."""
 
-    @abstractmethod
     def closing_chunk(self, transfer_params: dict[str, Any] | None) -> msgspec.Struct:
         """Return the extra chunk without choices: the usage if asked for, the transfer parameters if there are any."""
+        return self.chunk_type(
+            id=self.head.id,
+            created=self.head.created,
+            model=self.head.model,
+            choices=[],
+            system_fingerprint=self.head.fingerprint,
+            usage=self.run.usage() if self.body.include_usage else UNSET,
+            kv_transfer_params=UNSET if transfer_params is None else transfer_params,
+        )
 
     @abstractmethod
     def collect(self, update: ChoiceUpdate) -> None:

@@ -36,6 +36,7 @@ class _Choice:
 
 
 class ChatAnswer(Answer):
+    chunk_type = ChatChunk
     """`role` is who speaks; `opening` is text that every choice begins with (an echoed last message)."""
 
     body: ChatBody
@@ -70,17 +71,6 @@ class ChatAnswer(Answer):
         chunk.system_fingerprint = self._fingerprint_for(update)
         made.append(chunk)
         return made
-
-    def closing_chunk(self, transfer_params: dict[str, Any] | None) -> msgspec.Struct:
-        return ChatChunk(
-            id=self.head.id,
-            created=self.head.created,
-            model=self.head.model,
-            choices=[],
-            system_fingerprint=self.head.fingerprint,
-            usage=self.run.usage() if self.body.include_usage else UNSET,
-            kv_transfer_params=UNSET if transfer_params is None else transfer_params,
-        )
 
     def collect(self, update: ChoiceUpdate) -> None:
         whole = self._choices.setdefault(update.index, _Choice())

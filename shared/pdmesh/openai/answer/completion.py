@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from pdmesh.openai.answer.base import Answer, AnswerHead
 from pdmesh.openai.run.answer import AnswerRun
@@ -26,6 +25,7 @@ class _Choice:
 
 
 class CompletionAnswer(Answer):
+    chunk_type = Completion
     body: CompletionBody
 
     def __init__(self, head: AnswerHead, body: CompletionBody, run: AnswerRun, text: TextModel) -> None:
@@ -46,17 +46,6 @@ class CompletionAnswer(Answer):
                 usage=self._usage_for_chunk(),
             )
         ]
-
-    def closing_chunk(self, transfer_params: dict[str, Any] | None) -> msgspec.Struct:
-        return Completion(
-            id=self.head.id,
-            created=self.head.created,
-            model=self.head.model,
-            choices=[],
-            system_fingerprint=self.head.fingerprint,
-            usage=self.run.usage() if self.body.include_usage else UNSET,
-            kv_transfer_params=UNSET if transfer_params is None else transfer_params,
-        )
 
     def collect(self, update: ChoiceUpdate) -> None:
         part = self._choice(update)

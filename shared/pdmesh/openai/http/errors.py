@@ -6,13 +6,12 @@ from typing import Any
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from pdmesh.errors import Draining, MeshError, Overloaded, PeerUnavailable
+from pdmesh.errors import RETRY_AFTER_S, Draining, MeshError, Overloaded, PeerUnavailable
 from pdmesh.openai.answer.base import event
 from pdmesh.openai.schemas.answers import ErrorDetail, ErrorEnvelope, encode
 
 MAX_SHOWN_ERRORS = 10
 MAX_SHOWN_INPUT_CHARS = 200
-DEFAULT_RETRY_AFTER_S = 1.0
 SCHEMA_ERROR_TYPE = "Bad Request"
 
 
@@ -44,7 +43,7 @@ def error_response(error: MeshError, headers: dict[str, str] | None = None) -> R
     """Answer with the error's own status; what may be retried soon says when."""
     sent = dict(headers or {})
     if isinstance(error, Overloaded | PeerUnavailable | Draining) or error.retry_after_s is not None:
-        sent["Retry-After"] = str(math.ceil(error.retry_after_s or DEFAULT_RETRY_AFTER_S))
+        sent["Retry-After"] = str(math.ceil(error.retry_after_s or RETRY_AFTER_S))
     if error.status == 401:
         sent["WWW-Authenticate"] = "Bearer"
     return Response(encode(envelope(error)), error.status, sent, "application/json")
