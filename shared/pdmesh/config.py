@@ -97,14 +97,42 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """Longest prompt plus output, tokens; 0: the model's own limit."""
     block_size: int = Field(default=0, ge=0, le=1024)
     """Tokens per KV block; 0: the backend's (32 on CPU, 16 on GPU)."""
+    performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
+    """throughput doubles those of `max_num_seqs` and `max_num_batched_tokens` that are not set; interactivity favours ITL."""
     max_num_seqs: int = Field(default=256, ge=1, le=65536)
-    """Most sequences in one step."""
+    """Rows: most sequences in one step."""
+    max_num_active_seqs: int = Field(default=0, ge=0, le=65536)
+    """Most sequences admitted into the batch, at most `max_num_seqs`; 0: as many."""
     max_num_batched_tokens: int = Field(default=2048, ge=1, le=1 << 20)
     """Token budget of one step; longer prompts are computed in chunks."""
     long_prefill_token_threshold: int = Field(default=0, ge=0)
-    """Most tokens one prompt gets per step; 0: no limit but the budget."""
+    """Most tokens one prompt gets per step while there are other requests; 0: no limit but the budget."""
+    long_prefill_token_threshold_adaptive: bool = False
+    """Never cut below a fair share: the budget divided by the requests that run or wait."""
+    max_num_partial_prefills: int = Field(default=0, ge=0)
+    """Most prompts that are computed in part at the same time; 0: no limit."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """fcfs: in order of arrival. priority: lower `priority` first, then in order of arrival."""
+    priority_aging_s: float = Field(default=0.0, ge=0, le=86400)
+    """With priority: seconds of waiting that outweigh one step of priority, so that nobody starves; 0: strict."""
+    async_scheduling: bool = True
+    """Plan the next step while the running one samples."""
+    stream_interval: int = Field(default=1, ge=1, le=1 << 20)
+    """Tokens per streamed message; the first token always goes at once."""
     enable_prefix_caching: bool = True
     """Reuse full blocks of earlier prompts."""
+    prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = "sha256"
+    """Names of blocks inside this engine and in its KV events, as vLLM makes them; xxhash is faster, but not collision-proof."""
+    prefix_caching_hash_seed: str = ""
+    """What vLLM takes from PYTHONHASHSEED; empty: its fixed seed, or a random one for xxhash."""
+    kv_events_config: str = ""
+    """vLLM's JSON, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}: publish KV events over ZMQ."""
+    logits_processors: list[str] = []
+    """Custom logits processors, as `module:Class`, beside those that installed packages name as entry points."""
+    reasoning_start_str: str = ""
+    """What opens a thinking section; with `reasoning_end_str` it makes `thinking_token_budget` work."""
+    reasoning_end_str: str = ""
+    """What closes a thinking section, and what is forced when its budget is used up."""
     kv_cache_memory_bytes: int = Field(default=0, ge=0)
     """Size of the KV pool; 0: `gpu_memory_utilization` of free memory, at most 2 GiB on CPU."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
@@ -113,6 +141,8 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """Share of blocks kept free when new requests are admitted."""
     max_num_queued_reqs: int = Field(default=4096, ge=1)
     """Most requests waiting, each of their choices counted; one more is a 503 with Retry-After."""
+    max_num_queued_tokens: int = Field(default=0, ge=0)
+    """Most prompt tokens of requests whose prompt is not computed yet; beyond it is a 503 with Retry-After. 0: no limit."""
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     """When a pull fails: end the request with an error, or compute the prompt here."""
     connector: list[Literal["shm", "nixl", "grpc"]] = ["shm", "grpc"]

@@ -21,8 +21,11 @@ class KVGroupSpec:
     """full | sliding | latent | state."""
     layers: tuple[int, ...]
     block_size: int
-    """Tokens per block."""
+    """Tokens per block; the same in all groups of a model."""
     block_bytes: int
+    """The same in all groups of a model, so that they share one pool: a group with fewer layers is padded."""
+    window: int = 0
+    """Tokens that a query sees, itself included, when `kind` is sliding; 0: all."""
     fingerprint: str
     """Names the layout inside a block (SHA-256 prefix over kind, layers, heads, head_dim, dtype, block size, packing)."""
 
@@ -57,8 +60,9 @@ class StepBatch:
     """[N + 1]"""
     context_len: NDArray[np.int64]
     """[N] tokens whose KV is in the pool before this step."""
-    block_tables: list[list[list[int]]]
-    """[group][row] -> block ids, in order."""
+    block_tables: list[NDArray[np.int32]]
+    """[group] -> [N, W] block ids, in order of position; -1 behind a row's end, and before what a sliding group's window
+    needs: those must not be read."""
     logits_index: NDArray[np.int64]
     """[R] indices into T; rows of the returned logits come in this order."""
 
@@ -81,8 +85,17 @@ class Backend(ABC):
         """Bytes that KV may take: `fraction` of the device's memory less what is in use."""
 
     @abstractmethod
+    def profile(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        """Run the model once on made-up data, before `bind`; return the bytes that a step of that size needs beside weights
+        and KV (measured on a smaller one and scaled where that is exact enough)."""
+
+    @abstractmethod
     def bind(self, pool: KVPool) -> None:
-        """Use `pool` (already sized) as KV memory of group 0."""
+        """Use `pool` (already sized) as KV memory of all groups."""
+
+    @abstractmethod
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, target) before the next forward."""
 
     @abstractmethod
     def forward(self, batch: StepBatch) -> torch.Tensor:

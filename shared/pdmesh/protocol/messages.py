@@ -38,6 +38,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
     bad_words_token_ids: list[list[int]] = []
+    repetition_detection: "RepetitionDetection | None" = None
+    thinking: "ThinkingBudget | None" = None
+    extra_args: dict[str, bool | int | float | str | list[int | float | str]] = {}
+    """`vllm_xargs`: for custom logits processors."""
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
+    """End a choice (finish reason "repetition") whose output ends in `min_count` repeats of one pattern."""
+
+    max_pattern_size: int
+    """Tokens; 0 is off."""
+    min_pattern_size: int = 0
+    """0 stands for 1."""
+    min_count: int = 2
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """Force the end of a thinking section that has reached its budget."""
+
+    budget: int
+    """Most tokens between start and end."""
+    start_token_ids: list[int]
+    end_token_ids: list[int]
+    """What is forced, token by token, and what ends a section by itself."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -55,12 +79,15 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     group: int
     block_ids: list[int]
     generations: list[int]
+    first_block: int = 0
+    """Index, in the request, of the first block listed: a sliding group lists only what its window needs."""
 
     @property
     def is_sound(self) -> bool:
         """Whether each block has a generation and all fit the wire; which blocks a pool has, only its owner knows."""
         return (
             0 <= self.group < MAX_GROUPS
+            and 0 <= self.first_block < MAX_BLOCK_IDS
             and len(self.block_ids) == len(self.generations)
             and all(0 <= block_id < MAX_BLOCK_IDS for block_id in self.block_ids)
             and all(0 <= generation < MAX_GENERATIONS for generation in self.generations)
@@ -77,8 +104,6 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[GroupBlocks]
     num_tokens: int
     """Tokens from position 0 that the blocks hold."""
-    first_block: int = 0
-    """Index, in the request, of the first block in the lists (tier hits may start behind the local ones)."""
     fail_policy: str = "recompute"
     """`recompute` or `fail`: what to do when the pull fails."""
     deadline_s: float = 30.0
