@@ -83,7 +83,7 @@ def test_every_setting_is_in_the_help(cls: type[Settings], capsys: pytest.Captur
 def test_the_environment_is_read_in_one_place() -> None:
     """Configuration and the per-user secret read it; whoever starts processes hands it on."""
     allowed = {
-        "shared/pdmesh/config.py",
+        "shared/pdmesh/config/loading.py",
         "shared/pdmesh/security.py",
         "shared/pdmesh/supervisor/main.py",
         "shared/pdmesh/connector/nixl_helper.py",

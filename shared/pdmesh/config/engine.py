@@ -1,0 +1,97 @@
+"""What an engine is configured with: vLLM's names and defaults where it has the thing."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from pdmesh.config.contradictions import check_engine
+from pdmesh.config.settings import AutoSize, HttpConfig, ServiceConfig, Size
+
+
+class EngineConfig(ServiceConfig, HttpConfig):
+    """An engine service (prefill, decode, or both). Names and defaults are vLLM's where it has them."""
+
+    grpc_port: int = Field(default=8201, ge=0, le=65535)
+    """gRPC port for the proxy and for peers; 0: any free one."""
+    port: int = Field(default=8200, ge=0, le=65535)
+    """HTTP port; 0: any free one."""
+    engine_id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9_.-]*$")
+    """Name of this engine in the mesh; empty: role and a random suffix."""
+    model: str = ""
+    """Hugging Face directory or id, or a GGUF file."""
+    served_model_name: str = ""
+    """Name in the API; empty: derived from `model`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Weights and KV. auto: the checkpoint's, but float32 on a backend that is not row-invariant below it."""
+    backend: Literal["auto", "torch"] = "auto"
+    """Device code that runs the model."""
+    cpu_threads: int = Field(default=0, ge=0, le=1024)
+    """Threads for CPU compute; 0: all cores that this process may use."""
+    max_model_len: AutoSize = Field(default=0, ge=0)
+    """Longest prompt plus output, tokens; 0: the model's own limit."""
+    block_size: int = Field(default=0, ge=0, le=1024)
+    """Tokens per KV block, a power of two; 0: the backend's (32 on CPU, 16 on GPU)."""
+    performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
+    """For those of `max_num_seqs` and `max_num_batched_tokens` that are not set: throughput doubles both; interactivity
+    makes the token budget a quarter, so that a prompt's chunk holds up other requests' tokens for less."""
+    max_num_seqs: int = Field(default=0, ge=0, le=65536)
+    """Rows: most sequences in one step; 0: by device and use (a server on CPU: 128)."""
+    max_num_batched_tokens: AutoSize = Field(default=0, ge=0, le=1 << 20)
+    """Token budget of one step, at least `max_num_seqs`; longer prompts are computed in chunks. 0: by device and use (a
+    server on CPU: 2048)."""
+    enable_chunked_prefill: bool = True
+    """Always on: prompts longer than the token budget are computed in chunks. Here for command lines that name it."""
+    max_num_active_seqs: int = Field(default=0, ge=0, le=65536)
+    """Most sequences admitted into the batch, at most `max_num_seqs`; 0: as many."""
+    long_prefill_token_threshold: Size = Field(default=0, ge=0)
+    """Most tokens one prompt gets per step while there are other requests; 0: no limit but the budget."""
+    long_prefill_token_threshold_adaptive: bool = False
+    """Never cut below a fair share: the budget divided by the requests that run or wait."""
+    max_num_partial_prefills: int = Field(default=0, ge=0)
+    """Most prompts that are computed in part at the same time; 0: no limit."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """fcfs: in order of arrival. priority: lower `priority` first, then in order of arrival."""
+    priority_aging_s: float = Field(default=0.0, ge=0, le=86400)
+    """With priority: seconds of waiting that outweigh one step of priority, so that nobody starves; 0: strict."""
+    async_scheduling: bool = True
+    """Plan the next step while the running one samples."""
+    stream_interval: int = Field(default=1, ge=1, le=1 << 20)
+    """Tokens per streamed message; the first token always goes at once."""
+    enable_prefix_caching: bool = True
+    """Reuse full blocks of earlier prompts."""
+    prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = "sha256"
+    """Names of blocks inside this engine and in its KV events, as vLLM makes them; xxhash is faster, but not collision-proof."""
+    prefix_caching_hash_seed: str = ""
+    """What vLLM takes from PYTHONHASHSEED; empty: its fixed seed, or a random one for xxhash."""
+    kv_events_config: str = ""
+    """vLLM's JSON, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}: publish KV events over ZMQ."""
+    logits_processors: list[str] = Field(default=[])
+    """Custom logits processors, as `module:Class`, beside those that installed packages name as entry points."""
+    kv_cache_memory_bytes: AutoSize = Field(default=0, ge=0)
+    """Size of the KV pool; 0: `gpu_memory_utilization` of free memory, at most 2 GiB on CPU."""
+    gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
+    """Share of the device's memory for weights and KV when `kv_cache_memory_bytes` is 0; on CPU a share of free memory."""
+    watermark: float = Field(default=0.0, ge=0, lt=1)
+    """Share of blocks kept free when new requests are admitted."""
+    max_num_queued_reqs: int = Field(default=4096, ge=1)
+    """Most requests waiting, each of their choices counted; one more is a 503 with Retry-After."""
+    max_num_queued_tokens: Size = Field(default=0, ge=0)
+    """Most prompt tokens of requests whose prompt is not computed yet; beyond it is a 503 with Retry-After. 0: no limit."""
+    kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
+    """When a pull fails: end the request with an error, or compute the prompt here."""
+    connector: list[Literal["shm", "nixl", "grpc"]] = Field(default=["shm", "grpc"])
+    """Ways to exchange KV, in order of preference, comma-separated; the first that both sides can is used."""
+    kv_peers: list[str] = Field(default=[])
+    """gRPC `host:port` of engines whose KV may be fetched with vLLM's kv_transfer_params; a name stands for every address it
+    resolves to. On loopback this user's own engines need not be listed."""
+    kv_lease_duration_s: float = Field(default=30.0, gt=0, le=3600)
+    """Seconds that a stock `do_remote_decode` offer lives unless fetched. The mesh's own offers have 10 s, renewed."""
+    kvcache: str = ""
+    """gRPC `host:port` of the kvcache service; empty: no tier."""
+    kvcache_lookup_timeout_s: float = Field(default=0.25, gt=0, le=30)
+    """Longest wait for a tier lookup before the prompt is computed instead."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_engine(self)
+        return self
