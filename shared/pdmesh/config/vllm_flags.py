@@ -29,7 +29,7 @@ FOREIGN_FLAGS: dict[str, str] = {
     "kv-offloading-backend": "KV leaves an engine for the kvcache service: see kvcache",
     "kv-transfer-config": "every engine can send and fetch KV: see connector, kv-peers and kv-load-failure-policy",
     "cpu-offload-gb": f"weights on another device than the model's: that {_NOT_YET}",
-    "disable-hybrid-kv-cache-manager": "cannot be off: sliding-window layers have a group of their own, whose old blocks are freed",
+    "disable-hybrid-kv-cache-manager": "sliding-window layers have a KV group of their own; that cannot be turned off",
     "disable-chunked-mm-input": "the served models read text only",
     "limit-mm-per-prompt": "the served models read text only",
     "mm-processor-kwargs": "the served models read text only",

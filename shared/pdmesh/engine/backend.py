@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdmesh.connector.pool import KVPool
+from pdmesh.engine.batch_defaults import DeviceInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,8 @@ class Backend(ABC):
     row_invariant: bool
     """Whether a row's result does not depend on the batch around it (DESIGN, promise 1)."""
     default_block_size: int
+    device: DeviceInfo = DeviceInfo()
+    """What the defaults of a step's size depend on; a CPU unless a backend says otherwise."""
 
     @abstractmethod
     def load(self, model: str, dtype: str, block_size: int | None, progress: "ProgressCallback") -> ModelInfo:

@@ -20,6 +20,7 @@ from pdmesh.connector.pool import KVPool, PoolShape, size_pool_file
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback
 from pdmesh.engine.backends import make_backend
+from pdmesh.engine.batch_defaults import resolve_batch
 from pdmesh.engine.block_key import root_key
 from pdmesh.engine.block_pool import BlockPool
 from pdmesh.engine.core import Core
@@ -30,7 +31,7 @@ from pdmesh.engine.links import Links
 from pdmesh.engine.messages import CoreFailed, CoreProgress, CoreReady, FromCore, ToCore, encode, to_core_decoder
 from pdmesh.engine.runner import Runner
 from pdmesh.engine.scheduler import Scheduler
-from pdmesh.engine.sizing import Sizes, resolve_limits, resolve_sizes
+from pdmesh.engine.sizing import Sizes, measure_pool_bytes, resolve_limits, resolve_sizes
 from pdmesh.errors import InternalError, MeshError
 from pdmesh.logging import setup_logging
 from pdmesh.security import MeshSecret
@@ -119,11 +120,13 @@ def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
     backend = make_backend(config.backend, config.cpu_threads)
     with contextlib.closing(backend):
         info = backend.load(config.model, config.dtype, config.block_size or None, _Progress(mailbox))
-        sizes = resolve_sizes(config, info, backend.available_kv_bytes(config.gpu_memory_utilization))
+        longest = min(config.max_model_len or info.max_model_len, info.max_model_len)
+        config = resolve_batch(config, backend.device, offline=launch.offline, max_model_len=longest)
+        sizes = resolve_sizes(config, info, measure_pool_bytes(config, backend))
         with _bound_pool(launch.pool_fd, backend, info, sizes) as pool, _links(launch, config, pool) as links:
             scheduler = Scheduler(_kv_manager(config, info, pool), resolve_limits(config, info, sizes))
             core = Core(scheduler, Runner(backend, frozenset(info.eos_token_ids)), links.links, mailbox, mailbox.send)
-            mailbox.send(_ready(backend, info, sizes, pool, links.metadata))
+            mailbox.send(_ready(config, backend, info, sizes, pool, links.metadata))
             # The model's objects live as long as the process: the collector need not look at them again.
             gc.collect()
             gc.freeze()
@@ -176,7 +179,14 @@ def _kv_manager(config: EngineConfig, info: ModelInfo, pool: KVPool) -> KVManage
     return KVManager(groups, enable_prefix_caching=config.enable_prefix_caching)
 
 
-def _ready(backend: Backend, info: ModelInfo, sizes: Sizes, pool: KVPool, connectors: dict[str, bytes]) -> CoreReady:
+def _ready(
+    config: EngineConfig,
+    backend: Backend,
+    info: ModelInfo,
+    sizes: Sizes,
+    pool: KVPool,
+    connectors: dict[str, bytes],
+) -> CoreReady:
     return CoreReady(
         model_fingerprint=info.fingerprint,
         layout_fingerprints=[group.fingerprint for group in info.groups],
@@ -190,6 +200,8 @@ def _ready(backend: Backend, info: ModelInfo, sizes: Sizes, pool: KVPool, connec
         dtype=info.dtype,
         backend=backend.name,
         row_invariant=backend.row_invariant,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
     )
 
 

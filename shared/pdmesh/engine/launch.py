@@ -18,6 +18,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """ZMQ address the core receives from."""
     outbox: str
     """ZMQ address the core sends to."""
+    offline: bool = False
+    """No clients wait for single tokens: the default batch is larger."""
 
     @property
     def peer_id(self) -> str:

@@ -75,6 +75,9 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
     backend: str
     row_invariant: bool
+    max_num_seqs: int = 0
+    """As resolved, when the configuration left it to the device; so is the next."""
+    max_num_batched_tokens: int = 0
 
 
 class CoreProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -57,8 +57,8 @@ def describe(identity: Identity, ready: CoreReady, config: EngineConfig) -> pb.E
         protocol_max=PROTOCOL_MAX,
         version=__version__,
         num_blocks=ready.num_blocks,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=ready.max_num_batched_tokens,
+        max_num_seqs=ready.max_num_seqs,
     )
 
 

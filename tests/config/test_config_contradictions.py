@@ -1,0 +1,120 @@
+"""Settings that cannot be meant together, or at all, end in one line that names the setting, the value and the range."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from pdmesh.config import EngineConfig, HttpConfig, load_config
+from pdmesh.config.vllm_flags import FOREIGN_FLAGS, explain_foreign
+from pdmesh.errors import ConfigError
+
+
+def refused(*argv: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(EngineConfig, list(argv), prog="pdmesh decode", environ=environ or {})
+    assert "\n" not in caught.value.message
+    return caught.value.message.removeprefix("pdmesh decode: ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--max-num-batched-tokens 8 --max-num-seqs 9", ["max-num-batched-tokens 8", "max-num-seqs 9", "9…1048576"]),
+        ("--max-num-active-seqs 9 --max-num-seqs 8", ["max-num-active-seqs 9", "max-num-seqs 8", "1…8"]),
+        ("--max-num-partial-prefills 9 --max-num-seqs 8", ["max-num-partial-prefills 9", "1…8"]),
+        ("--long-prefill-token-threshold 65 --max-model-len 64", ["long-prefill-token-threshold 65", "1…64"]),
+        ("--long-prefill-token-threshold-adaptive", ["long-prefill-token-threshold-adaptive", "above 0"]),
+        ("--priority-aging-s 3", ["priority-aging-s 3", "scheduling-policy priority", "fcfs"]),
+        ("--no-enable-chunked-prefill", ["no-enable-chunked-prefill", "long-prefill-token-threshold"]),
+        ("--block-size 24", ["block-size 24", "does not divide 1024", "1…1024"]),
+        ("--block-size 2048", ["block-size", "1024", "2048"]),
+        ("--logits-processors nonsense", ["logits-processors", "'nonsense'", "module:Class"]),
+        ("--no-enable-prefix-caching --prefix-caching-hash-algo xxhash", ["xxhash", "no-enable-prefix-caching"]),
+        ("--no-enable-prefix-caching --prefix-caching-hash-seed 7", ["'7'", "no-enable-prefix-caching"]),
+        ("--reasoning-start-str <think>", ["reasoning-end-str is empty"]),
+        ("--reasoning-end-str </think>", ["reasoning-start-str is empty"]),
+        ("--max-num-queued-reqs 0", ["max-num-queued-reqs", "greater than or equal to 1", "'0'"]),
+        ("--max-num-batched-tokens -1", ["max-num-batched-tokens", "greater than or equal to 0", "'-1'"]),
+        ("--stream-interval 0", ["stream-interval", "greater than or equal to 1"]),
+        ("--gpu-memory-utilization 0", ["gpu-memory-utilization", "greater than 0"]),
+        ("--watermark 1", ["watermark", "less than 1"]),
+        ("--scheduling-policy lottery", ["scheduling-policy", "'fcfs' or 'priority'", "'lottery'"]),
+        ("--prefix-caching-hash-algo md5", ["prefix-caching-hash-algo", "'sha256'", "'md5'"]),
+        ("--performance-mode fast", ["performance-mode", "'balanced'", "'fast'"]),
+        ("--max-model-len 8.5x", ["max-model-len", "'8.5x'"]),
+    ],
+)
+def test_one_line_names_setting_value_and_range(argv: str, words: list[str]) -> None:
+    message = refused(*argv.split())
+    assert not [word for word in words if word not in message], message
+
+
+def test_sound_settings_are_taken_together() -> None:
+    argv = (
+        "--max-num-seqs 8 --max-num-batched-tokens 8 --max-num-active-seqs 8 --max-num-partial-prefills 8 --block-size 1 "
+        "--long-prefill-token-threshold 64 --max-model-len 64 --long-prefill-token-threshold-adaptive --enable-chunked-prefill "
+        "--scheduling-policy priority --priority-aging-s 3 --logits-processors some.module:Class,_x:Y "
+        "--reasoning-start-str <think> --reasoning-end-str </think>"
+    )
+    config = load_config(EngineConfig, argv.split(), prog="pdmesh", environ={})
+    assert (config.max_num_active_seqs, config.logits_processors) == (8, ["some.module:Class", "_x:Y"])
+
+
+def test_defaults_contradict_nothing() -> None:
+    """A small budget was refused although nobody had said how many sequences."""
+    assert EngineConfig(max_num_batched_tokens=16, max_num_partial_prefills=4).max_num_seqs == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4096", 4096), ("8k", 8000), ("8K", 8192), ("2G", 2 << 30), ("1.5k", 1500), ("auto", 0), ("0", 0)],
+)
+def test_sizes_may_have_units_as_in_vllm(text: str, value: int) -> None:
+    assert (
+        load_config(EngineConfig, ["--kv-cache-memory-bytes", text], prog="x", environ={}).kv_cache_memory_bytes
+        == value
+    )
+    environ = {"PDMESH_MAX_MODEL_LEN": text}
+    assert load_config(EngineConfig, [], prog="x", environ=environ).max_model_len == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            ["--swap-space", "4"],
+            "swap-space is a flag of vLLM's that is not here: belongs to vLLM before V1: a preempted",
+        ),
+        (["--swap_space=4"], "swap-space is a flag of vLLM's"),
+        (["--no-enforce-eager"], "no-enforce-eager is a flag of vLLM's"),
+        (["--disable-log-stats"], "statistics are a line every ten seconds"),
+        (["--tensor-parallel-size", "2"], "one device"),
+        (["--max-num-seqs", "4", "--speculative-config", "{}"], "speculative decoding is not supported yet"),
+    ],
+)
+def test_flags_of_vllm_that_are_not_here_are_explained(argv: list[str], words: str) -> None:
+    assert words in refused(*argv)
+
+
+def test_no_explained_flag_is_one_that_exists() -> None:
+    assert not {name.replace("-", "_") for name in FOREIGN_FLAGS} & set(EngineConfig.model_fields)
+    assert explain_foreign(["--seed", "1"], ["seed"]) == ""
+
+
+def test_a_thinking_section_needs_both_ends_on_the_proxy_too() -> None:
+    with pytest.raises(ValueError, match="reasoning-end-str is empty"):
+        HttpConfig(reasoning_start_str="<think>")
+
+
+@pytest.mark.parametrize("service", ["prefill", "decode"])
+def test_check_config_says_it_without_a_model(service: str) -> None:
+    argv: list[Any] = [sys.executable, "-m", f"pdmesh_{service}", "--check-config"]
+    argv += ["--max-num-seqs", "9", "--max-num-batched-tokens", "8"]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"pdmesh {service}: max-num-batched-tokens 8 is less than max-num-seqs 9")
+    assert len(ended.stderr.splitlines()) == 1
