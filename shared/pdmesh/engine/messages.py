@@ -49,11 +49,17 @@ class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peer_id: str
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Forget the names of all blocks; answered by PrefixCacheReset."""
+
+    number: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
-ToCore = AddRequest | Abort | ReleaseOffer | ConnectPeer | DisconnectPeer | Shutdown
+ToCore = AddRequest | Abort | ReleaseOffer | ConnectPeer | DisconnectPeer | ResetPrefixCache | Shutdown
 
 
 # ---- core -> server ------------------------------------------------------------------------------
@@ -136,6 +142,12 @@ class ConnectorChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     metadata: bytes
 
 
+class PrefixCacheReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """No block that was computed before this can be found any more."""
+
+    number: int
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Gauges and cumulative counters of the core, sent with each step output and when it falls idle."""
 
@@ -170,9 +182,11 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transfers: list[TransferEnded] = []
     computed: list[BlocksComputed] = []
     stats: Stats | None = None
+    kv_events: bytes = b""
+    """What `KVEventLog.take` gave: an encoded batch to publish; empty when there is none."""
 
 
-FromCore = CoreReady | CoreProgress | CoreFailed | StepOutput | PeerConnected | ConnectorChanged
+FromCore = CoreReady | CoreProgress | CoreFailed | StepOutput | PeerConnected | ConnectorChanged | PrefixCacheReset
 
 encode = msgspec.msgpack.Encoder().encode
 to_core_decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)

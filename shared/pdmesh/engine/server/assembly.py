@@ -17,10 +17,12 @@ from pdmesh.engine.server.endings import Endings
 from pdmesh.engine.server.fetches import Fetches, Tasks
 from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.identity import Identity, describe
+from pdmesh.engine.server.kv_event_publisher import KVEventPublisher
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.local_generator import LocalGenerator
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.outputs import Outputs
+from pdmesh.engine.server.prefix_cache_reset import PrefixCacheResets
 from pdmesh.engine.server.requests import RequestTable
 from pdmesh.engine.server.servicer import EngineServicer
 from pdmesh.engine.server.sessions import Sessions
@@ -47,6 +49,7 @@ class Engine:
     servicer: EngineServicer
     generator: LocalGenerator
     tier: TierClient | None
+    resets: PrefixCacheResets
     registry: CollectorRegistry
 
     def register(self, server: grpc.aio.Server) -> list[str]:
@@ -57,7 +60,9 @@ class Engine:
         """Fail everything that ran; nothing new is taken."""
         self.generator.core_alive = False
         self.board.drain()
-        self.fail_all(PeerUnavailable(f"the engine core died ({what}); the request may be repeated"))
+        error = PeerUnavailable(f"the engine core died ({what}); the request may be repeated")
+        self.fail_all(error)
+        self.resets.fail(error)
         self.handoff.release_all()
 
     def fail_all(self, error: MeshError) -> None:
@@ -96,8 +101,9 @@ def assemble(
     core_peers: CorePeers,
     peers: PeerDirectory,
     tasks: Tasks,
+    publisher: KVEventPublisher | None,
 ) -> Engine:
-    """Make all parts, each with what it needs of the others; `pool` and `peers` stay the caller's to close."""
+    """Make all parts, each with what it needs of the others; `pool`, `peers` and `publisher` stay the caller's to close."""
     ready, registry, offers, table = core.ready, CollectorRegistry(), OfferTable(), RequestTable()
     board = LoadBoard(identity.epoch, offers)
     metrics = EngineMetrics(registry, identity, ready, board, peers.fallbacks)
@@ -146,6 +152,7 @@ def assemble(
         tasks=tasks,
         metrics=metrics,
     )
+    resets = PrefixCacheResets(core)
     sessions = Sessions(table=table, endings=endings, handoff=handoff, metrics=metrics)
     return Engine(
         table=table,
@@ -162,6 +169,8 @@ def assemble(
             core_peers=core_peers,
             tier=tier,
             metrics=metrics,
+            resets=resets,
+            publisher=publisher,
         ),
         servicer=EngineServicer(
             info=describe(identity, ready, config),
@@ -181,5 +190,6 @@ def assemble(
             board=board,
         ),
         tier=tier,
+        resets=resets,
         registry=registry,
     )

@@ -9,13 +9,23 @@ from typing import Protocol
 
 import msgspec
 
-from pdmesh.engine.messages import ConnectorChanged, CoreFailed, FromCore, PeerConnected, StepOutput, TransferEnded
+from pdmesh.engine.messages import (
+    ConnectorChanged,
+    CoreFailed,
+    FromCore,
+    PeerConnected,
+    PrefixCacheReset,
+    StepOutput,
+    TransferEnded,
+)
 from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.endings import Endings
 from pdmesh.engine.server.fetches import Fetches, Origin
 from pdmesh.engine.server.handoff import Handoff
+from pdmesh.engine.server.kv_event_publisher import KVEventPublisher
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.prefix_cache_reset import PrefixCacheResets
 from pdmesh.engine.server.requests import RequestTable, RunningRequest
 from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.errors import from_code
@@ -43,6 +53,8 @@ class Outputs:
         core_peers: CorePeers,
         tier: TierClient | None,
         metrics: EngineMetrics,
+        resets: PrefixCacheResets,
+        publisher: KVEventPublisher | None,
     ) -> None:
         self._table = table
         self._board = board
@@ -52,6 +64,8 @@ class Outputs:
         self._core_peers = core_peers
         self._tier = tier
         self._metrics = metrics
+        self._resets = resets
+        self._publisher = publisher
         self._num_steps = 0
 
     async def run(self, core: CoreOutputs) -> None:
@@ -64,10 +78,14 @@ class Outputs:
                     self._core_peers.connected(message)
                 case ConnectorChanged():
                     self._handoff.owner.set_metadata(message.connector, message.metadata)
+                case PrefixCacheReset():
+                    self._resets.done(message)
                 case CoreFailed():
                     raise from_code(message.code, message.message)
 
     def _step(self, output: StepOutput) -> None:
+        if output.kv_events and self._publisher is not None:
+            self._publisher.publish(output.kv_events)
         for sealed in output.sealed:
             self._handoff.sealed(sealed)
         for transfer in output.transfers:

@@ -9,9 +9,12 @@ from contextlib import asynccontextmanager
 from pdmesh.config import EngineConfig
 from pdmesh.connector.peers import PeerDirectory
 from pdmesh.engine.core_client import CoreClient
+from pdmesh.engine.kv_events_config import kv_events_config
+from pdmesh.engine.server.admin_routes import make_admin_router
 from pdmesh.engine.server.assembly import Engine, assemble
 from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.identity import Role, identify
+from pdmesh.engine.server.kv_event_publisher import KVEventPublisher
 from pdmesh.engine.server.stats_log import log_stats
 from pdmesh.errors import InternalError, MeshError
 from pdmesh.lifecycle import Life, advertised_host, grpc_server, http_server
@@ -36,6 +39,7 @@ async def serve_engine(config: EngineConfig, life: Life, role: Role) -> None:
         core_peers = CorePeers(core)
         async with (
             contextlib.AsyncExitStack() as closing,
+            _publisher(config) as publisher,
             PeerDirectory(
                 identity.peer_id,
                 secret,
@@ -59,12 +63,14 @@ async def serve_engine(config: EngineConfig, life: Life, role: Role) -> None:
                 core_peers=core_peers,
                 peers=peers,
                 tasks=tasks,
+                publisher=publisher,
             )
             app = create_app(
                 generator=engine.generator, text=text, config=config, role="engine", registry=engine.registry
             )
+            app.include_router(make_admin_router(config, engine.resets, publisher))
             async with (
-                _background(tasks, engine, core, life),
+                _background(tasks, engine, core, publisher, life),
                 grpc_server(config.host, config.grpc_port, secret, engine.register) as grpc_port,
                 http_server(app, config.host, config.port) as http_port,
             ):
@@ -83,6 +89,7 @@ async def serve_engine(config: EngineConfig, life: Life, role: Role) -> None:
                     grpc_port=grpc_port,
                     engine_id=identity.engine_id,
                     **_pairing_facts(core, config),
+                    **({} if publisher is None else {"kv_event_source": publisher.source()}),
                 )
                 await life.stopped()
                 await engine.drain(config.drain_timeout_s)
@@ -113,7 +120,20 @@ async def _text_model(model: str) -> AsyncIterator[asyncio.Task[TextModel]]:
 
 
 @asynccontextmanager
-async def _background(tasks: asyncio.TaskGroup, engine: Engine, core: CoreClient, life: Life) -> AsyncIterator[None]:
+async def _publisher(config: EngineConfig) -> AsyncIterator[KVEventPublisher | None]:
+    """Publish KV events where they are wanted."""
+    settings = kv_events_config(config)
+    if settings is None:
+        yield None
+        return
+    async with KVEventPublisher(settings, host=config.host) as publisher:
+        yield publisher
+
+
+@asynccontextmanager
+async def _background(
+    tasks: asyncio.TaskGroup, engine: Engine, core: CoreClient, publisher: KVEventPublisher | None, life: Life
+) -> AsyncIterator[None]:
     """Run what an engine does besides answering calls."""
     parts: list[tuple[str, Coroutine[object, object, None]]] = [
         ("outputs", engine.outputs.run(core)),
@@ -123,6 +143,8 @@ async def _background(tasks: asyncio.TaskGroup, engine: Engine, core: CoreClient
     ]
     if engine.tier is not None:
         parts.append(("tier", engine.tier.run()))
+    if publisher is not None:
+        parts.append(("KV events' replay", publisher.run()))
     running = [tasks.create_task(_guard(name, part, life), name=name) for name, part in parts]
     try:
         yield
