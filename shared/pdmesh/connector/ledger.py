@@ -23,8 +23,7 @@ class PullPlan:
 
     source_block_ids: list[int]
     generations: list[int]
-    first_block: int
-    """Index, in the request, of the first missing block."""
+    """Of all groups, one after the other."""
 
 
 @dataclass(slots=True)
@@ -85,24 +84,22 @@ class Ledger(Generic[OwnerT]):
         return [*self._offers.values(), *(load.quarantined for load in self._loads.values() if load.quarantined)]
 
 
-def plan_pull(source: KVSource, *, num_local_blocks: int, block_size: int) -> PullPlan | None:
-    """Return what to pull when the first `num_local_blocks` blocks are here already; None when nothing is missing.
+def plan_pull(source: KVSource, *, firsts: list[int], block_size: int) -> PullPlan | None:
+    """Return what to pull when each group needs its blocks from `firsts[group]` on; None when nothing is missing.
 
     Raises TransferFailed, with the reason as its message, for a source that does not fit together or leaves a gap.
     """
-    blocks = source.groups[0] if len(source.groups) == 1 else None
     end = -(-source.num_tokens // block_size)
-    if blocks is None or not blocks.is_sound or len(blocks.block_ids) != end - source.first_block:
+    if source.num_tokens < 1 or not 0 < source.deadline_s < math.inf or len(source.groups) != len(firsts):
         raise TransferFailed("mismatch")
-    if source.num_tokens < 1 or source.first_block < 0 or not 0 < source.deadline_s < math.inf:
-        raise TransferFailed("mismatch")
-    if num_local_blocks >= end:
-        return None
-    if num_local_blocks < source.first_block:
-        raise TransferFailed("gap")
-    skipped = num_local_blocks - source.first_block
-    return PullPlan(
-        source_block_ids=blocks.block_ids[skipped:],
-        generations=blocks.generations[skipped:],
-        first_block=num_local_blocks,
-    )
+    plan = PullPlan(source_block_ids=[], generations=[])
+    for index, (blocks, first) in enumerate(zip(source.groups, firsts, strict=True)):
+        if blocks.group != index or not blocks.is_sound or len(blocks.block_ids) != end - blocks.first_block:
+            raise TransferFailed("mismatch")
+        if first >= end:
+            continue
+        if first < blocks.first_block:
+            raise TransferFailed("gap")
+        plan.source_block_ids.extend(blocks.block_ids[first - blocks.first_block :])
+        plan.generations.extend(blocks.generations[first - blocks.first_block :])
+    return plan if plan.source_block_ids else None

@@ -1,14 +1,20 @@
-"""The engine core's loop: take messages and ended pulls in, run a step, send what came of it; sleep when there is nothing.
+"""The engine core's loop: take messages, ended pulls and ended steps in, plan the next step, send what came of it; sleep when
+there is nothing.
 
-One thread owns everything here. A request waits in the inbox for at most one step.
+One thread owns the scheduler, another the model (see `executor`). With asynchronous scheduling a step is planned as soon as
+the one before it has computed its logits, while that one still samples.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
 
+from pdmesh.connector.base import Pull
+from pdmesh.engine.executor import Executor
+from pdmesh.engine.kv_events import KVEventLog
 from pdmesh.engine.links import Links
 from pdmesh.engine.messages import (
     Abort,
@@ -17,11 +23,12 @@ from pdmesh.engine.messages import (
     DisconnectPeer,
     FromCore,
     ReleaseOffer,
+    ResetPrefixCache,
     Shutdown,
     StepOutput,
     ToCore,
 )
-from pdmesh.engine.runner import Runner
+from pdmesh.engine.plan import StepResult
 from pdmesh.engine.scheduler import Schedule, Scheduler
 from pdmesh.errors import InternalError
 
@@ -45,18 +52,29 @@ class Inbox(Protocol):
 
 
 class Core:
-    """Scheduler, runner and links, driven by messages."""
+    """Scheduler, executor and links, driven by messages."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, links: Links, inbox: Inbox, send: Callable[[FromCore], None]
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        links: Links,
+        inbox: Inbox,
+        send: Callable[[FromCore], None],
+        events: KVEventLog | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self._executor = executor
         self._links = links
         self._inbox = inbox
         self._send = send
+        self._events = events
+        self._under_way: deque[Schedule] = deque()
+        self._pulls: deque[tuple[int, Pull]] = deque()
+        """Pulls, and the number of steps that must have ended first: those may still write where the pull will."""
+        self._cancelled: set[str] = set()
+        """Of those pulls."""
         self._is_stopping = False
-        self._num_steps = 0
         self._step_tokens = 0
         self._max_step_tokens = 0
         self._num_failed_in_a_row = 0
@@ -68,35 +86,11 @@ class Core:
             self._take_in()
             if self._is_stopping:
                 return
-            schedule = self._scheduler.schedule()
-            # Pulls go first, so that memory moves while the step computes.
-            self._order_pulls()
-            if schedule.rows:
-                self.step(schedule)
-            self._flush(has_stepped=bool(schedule.rows))
-            if not schedule.rows and not self._links.has_refused:
+            has_stepped = self._take_results()
+            self._plan()
+            self._flush(has_stepped=has_stepped)
+            if not self._links.has_refused:
                 self._rest()
-
-    def step(self, schedule: Schedule) -> None:
-        """Compute a schedule and take in the results; a failure ends the requests in it, not the engine."""
-        self._num_steps += 1
-        self._step_tokens = schedule.num_tokens
-        self._max_step_tokens = max(self._max_step_tokens, self._step_tokens)
-        try:
-            results = self._runner.run(schedule)
-            self._scheduler.update(schedule, results)
-        except Exception as exc:
-            self._survive(schedule, exc)
-        else:
-            self._num_failed_in_a_row = 0
-
-    def _survive(self, schedule: Schedule, exc: Exception) -> None:
-        log.exception("a step over %d requests failed", len(schedule.rows))
-        self._scheduler.fail(schedule, f"the engine failed in a step: {type(exc).__name__}: {exc}")
-        self._num_failed_in_a_row += 1
-        if self._num_failed_in_a_row == MAX_FAILED_STEPS:
-            self._flush(has_stepped=True)
-            raise InternalError(f"{MAX_FAILED_STEPS} steps in a row failed, the last with {type(exc).__name__}: {exc}")
 
     def _take_in(self) -> None:
         for order in self._inbox.drain():
@@ -105,6 +99,48 @@ class Core:
             self._scheduler.end_pull(ended.result, ended.connector)
         for message in self._links.take_news():
             self._send(message)
+
+    def _take_results(self) -> bool:
+        """Update the scheduler with each step that ended; whether there was one."""
+        results = self._executor.take_results()
+        for result in results:
+            schedule = self._under_way.popleft()
+            self._step_tokens = schedule.num_tokens
+            self._max_step_tokens = max(self._max_step_tokens, self._step_tokens)
+            self._take_result(schedule, result)
+        return bool(results)
+
+    def _take_result(self, schedule: Schedule, result: StepResult | Exception) -> None:
+        """Take one step's result in; a failure ends the requests in it, not the engine."""
+        if isinstance(result, Exception):
+            self._survive(schedule, result)
+            return
+        try:
+            self._scheduler.update(schedule, result)
+        except Exception as exc:
+            self._survive(schedule, exc)
+        else:
+            self._num_failed_in_a_row = 0
+
+    def _survive(self, schedule: Schedule, exc: Exception) -> None:
+        log.error("a step over %d rows failed", len(schedule.sequences), exc_info=exc)
+        self._scheduler.fail(schedule, f"the engine failed in a step: {type(exc).__name__}: {exc}")
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row == MAX_FAILED_STEPS:
+            self._flush(has_stepped=True)
+            raise InternalError(f"{MAX_FAILED_STEPS} steps in a row failed, the last with {type(exc).__name__}: {exc}")
+
+    def _plan(self) -> None:
+        """Submit the next step, if the executor would take it up at once and there is something to compute."""
+        if self._executor.can_take:
+            schedule = self._scheduler.schedule()
+            # Pulls go first, so that memory moves while the step computes.
+            self._order_pulls()
+            if schedule.sequences:
+                self._under_way.append(schedule)
+                self._executor.submit(schedule.plan)
+        else:
+            self._order_pulls()
 
     def _handle(self, message: ToCore) -> None:
         match message:
@@ -118,6 +154,8 @@ class Core:
                 self._links.connect(message)
             case DisconnectPeer():
                 self._links.disconnect(message.peer_id)
+            case ResetPrefixCache():
+                self._scheduler.reset_prefix_cache()
             case Shutdown():
                 self._is_stopping = True
 
@@ -129,23 +167,33 @@ class Core:
             self._scheduler.fail_add(message, f"{type(exc).__name__}: {exc}")
 
     def _order_pulls(self) -> None:
+        """Start the pulls that no step under way can disturb, in order, and cancel what is not wanted any more."""
         outbox = self._scheduler.state.outbox
-        for pull in outbox.pulls:
-            self._links.start(pull)
+        self._pulls.extend((self._executor.num_submitted, pull) for pull in outbox.pulls)
+        waiting = {pull.transfer_id for _, pull in self._pulls}
         for transfer_id in outbox.cancels:
-            self._links.cancel(transfer_id)
+            if transfer_id in waiting:
+                self._cancelled.add(transfer_id)
+            else:
+                self._links.cancel(transfer_id)
         outbox.pulls, outbox.cancels = [], []
+        while self._pulls and self._pulls[0][0] <= self._executor.num_ended:
+            _, pull = self._pulls.popleft()
+            self._links.start(pull)
+            if pull.transfer_id in self._cancelled:
+                self._cancelled.remove(pull.transfer_id)
+                self._links.cancel(pull.transfer_id)
 
     def _flush(self, *, has_stepped: bool) -> None:
         """Send one message with all that there is to tell."""
-        # A step's end may have cancelled pulls.
-        self._order_pulls()
-        if not has_stepped and not self._scheduler.state.outbox.has_reports and self._is_stats_sent:
+        has_events = self._events is not None and self._events.has_events
+        has_news = has_stepped or has_events or self._scheduler.state.outbox.has_reports
+        if not has_news and (self._is_stats_sent or self._under_way):
             return
         outbox = self._scheduler.state.take_outbox()
         stats = msgspec.structs.replace(
             self._scheduler.state.stats(),
-            steps=self._num_steps,
+            steps=self._executor.num_ended,
             step_tokens=self._step_tokens if has_stepped else 0,
             max_step_tokens=self._max_step_tokens,
             undecodable_messages=self._inbox.num_dropped,
@@ -156,6 +204,7 @@ class Core:
                 sealed=outbox.sealed,
                 transfers=outbox.transfers,
                 computed=outbox.computed,
+                kv_events=self._events.take() if has_events and self._events is not None else b"",
                 stats=stats,
             )
         )
@@ -163,8 +212,11 @@ class Core:
         self._is_stats_sent = not has_stepped
 
     def _rest(self) -> None:
-        if __debug__ and not self._scheduler.state.requests:
-            self._scheduler.state.check_integrity()
-        self._inbox.wait(self._links.descriptors)
+        if not self._under_way:
+            if not self._is_stats_sent:
+                return
+            if __debug__ and not self._scheduler.state.requests:
+                self._scheduler.state.check_integrity()
+        self._inbox.wait([self._executor.fileno(), *self._links.descriptors])
         # Whatever woke the loop may change a gauge without a report.
         self._is_stats_sent = False

@@ -1,12 +1,14 @@
 """Everything the scheduler knows, and the moves that keep it whole: enqueue, run, preempt, finish.
 
-A sequence is in exactly one of: the waiting queue, the running list, the ledger (pulling), or finished; a choice that has not
-started is a number in its request's `held`. Each move below changes state, place and blocks together.
+A sequence is in exactly one of: the waiting queue, the running list, the ledger (pulling), those whose grammar is compiled,
+or finished; a choice that has not started is a number in its request's `held`. Each move below changes state, place, row and
+blocks together. What is freed may be used at once, though steps under way still write to it: steps run in order, and a pull
+into it starts only when they have ended (see `core`).
 """
 
 import bisect
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +17,8 @@ from pdmesh.engine.admission import Limits
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.messages import Stats, TransferEnded
 from pdmesh.engine.outbox import Outbox
-from pdmesh.engine.request import Request, Sequence
+from pdmesh.engine.plan import NO_BLOCK
+from pdmesh.engine.request import NO_ROW, Order, Request, Sequence
 from pdmesh.engine.states import FINISH_REASON, Event, State
 from pdmesh.engine.waiting_queue import WaitingQueue
 from pdmesh.errors import MeshError
@@ -35,6 +38,7 @@ class Counters:
     external_queries: int = 0
     external_hits: int = 0
     nan_requests: int = 0
+    illegal_events: int = 0
 
 
 class EngineState:
@@ -43,15 +47,24 @@ class EngineState:
     def __init__(self, kv: KVManager, limits: Limits) -> None:
         self.kv = kv
         self.limits = limits
+        self._stream_interval = limits.stream_interval
         self.requests: dict[str, Request] = {}
         self.num_held = 0
         """Choices of all requests that have not started."""
+        self.num_uncomputed_tokens = 0
+        """Prompt tokens of all requests whose prompt is not computed."""
         self.waiting = WaitingQueue()
+        self.compiling: dict[str, Sequence] = {}
+        """Those that wait for a grammar, by request id."""
         self.running: list[Sequence] = []
-        """In order of arrival."""
+        """In order."""
         self.ledger: Ledger[Sequence] = Ledger()
         self.outbox = Outbox()
         self.counters = Counters()
+        self.freed_rows: list[int] = []
+        """Rows that the worker has not been told of yet."""
+        self._rows = deque(range(limits.max_num_seqs))
+        """Free ones."""
 
     def take_outbox(self) -> Outbox:
         taken, self.outbox = self.outbox, Outbox()
@@ -60,13 +73,20 @@ class EngineState:
     @property
     def num_queued(self) -> int:
         """Choices that have not had a turn yet."""
-        return self.waiting.num_new + self.num_held
+        return self.waiting.num_new + self.num_held + len(self.compiling)
 
     def enqueue(self, request: Request) -> None:
         """Take in a new request; its first choice waits."""
         self.requests[request.request_id] = request
         self.num_held += len(request.held)
-        self.waiting.push_new(request.lead)
+        self.num_uncomputed_tokens += request.num_prompt
+        self.waiting.push(request.lead, is_new=True)
+
+    def note_prompt_computed(self, request: Request) -> None:
+        """Count a request's prompt as done, once."""
+        if not request.is_prompt_computed:
+            request.is_prompt_computed = True
+            self.num_uncomputed_tokens -= request.num_prompt
 
     def sequence_of(self, request: Request, choice: int) -> Sequence | None:
         """Return a live choice's sequence, made now for one that has not started; it must be moved on at once."""
@@ -77,26 +97,28 @@ class EngineState:
 
     def run(self, sequence: Sequence) -> None:
         """Move a sequence from the waiting queue into the batch."""
-        self.waiting.remove(sequence)
         sequence.apply(Event.ADMITTED)
+        self.waiting.remove(sequence)
         sequence.request.started_s = sequence.request.started_s or time.monotonic()
+        sequence.row = self._rows.popleft()
         bisect.insort(self.running, sequence, key=_order)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks away; it waits, first in line of those that arrived after it, to compute them again."""
-        if sequence.state is State.RUNNING:
+        """Take a sequence's blocks away; it waits in its place, before all that come after it, to compute them again."""
+        before = sequence.state
+        sequence.apply(Event.PREEMPTED)
+        if before is State.RUNNING:
             self._stop_running(sequence)
         else:
             self.waiting.remove(sequence)
-        sequence.apply(Event.PREEMPTED)
         self.kv.release(sequence)
-        self.waiting.push_returned(sequence)
+        self.waiting.push(sequence)
         self.counters.num_preemptions += 1
         if sequence.kv_bytes and not sequence.kv_source.startswith("recompute"):
             sequence.kv_source = "recompute:preempted"
 
     def last_holder(self) -> Sequence | None:
-        """Return the last arrived sequence whose blocks may be taken away."""
+        """Return the sequence that comes last of those whose blocks may be taken away."""
         waiting, running = self.waiting.last_holder(), self.running[-1] if self.running else None
         if waiting is None or running is None:
             return waiting or running
@@ -111,11 +133,11 @@ class EngineState:
         sequence.apply(Event.FREED)
         if donor is not None and self.kv.share(donor, sequence, reserve=self.limits.watermark_blocks):
             self.note_hits(sequence, sequence.num_computed)
-        self.waiting.push_returned(sequence)
+        self.waiting.push(sequence)
 
     def note_hits(self, sequence: Sequence, num_tokens: int) -> None:
         """Let a sequence begin behind the first `num_tokens`, whose KV was here and is now its own too."""
-        sequence.num_computed = num_tokens
+        sequence.num_computed = sequence.num_planned = num_tokens
         if sequence.has_reported:
             return
         sequence.num_reused_tokens = num_tokens
@@ -135,13 +157,13 @@ class EngineState:
         error: MeshError | None = None,
     ) -> None:
         """End a sequence, wherever it is, free what it holds, and say so in its last delta."""
-        request = sequence.request
+        request, before = sequence.request, sequence.state
+        sequence.apply(event)
         is_last = sequence is request.lead and not request.held
         if sequence is request.lead and not is_last:
             # Without a lead the held would wait for ever. KV that led to a failure is not handed on.
             self.free_next(request, None if event is Event.FAILED else sequence)
-        self._leave(sequence)
-        sequence.apply(event)
+        self._leave(sequence, before)
         self.report(
             sequence,
             token_ids=token_ids or [],
@@ -154,6 +176,7 @@ class EngineState:
             self.end_source(request, request.source, reason="aborted")
         del request.sequences[sequence.choice]
         if request.is_ended:
+            self.note_prompt_computed(request)
             del self.requests[request.request_id]
 
     def report(
@@ -166,22 +189,39 @@ class EngineState:
         stop_token_id: int | None = None,
         error: MeshError | None = None,
     ) -> None:
-        """Put a delta into the outbox; a sequence's first one also tells where its KV came from."""
+        """Put a delta into the outbox, at the latest when `stream_interval` tokens are unsent, the first and the last at once.
+
+        A sequence's first one also tells where its KV came from.
+        """
+        if sequence.unsent_token_ids:
+            token_ids, logprobs = sequence.unsent_token_ids + token_ids, sequence.unsent_logprobs + logprobs
+        if sequence.has_reported and not finish_reason and error is None and len(token_ids) < self._stream_interval:
+            sequence.unsent_token_ids, sequence.unsent_logprobs = token_ids, logprobs
+            return
+        sequence.unsent_token_ids, sequence.unsent_logprobs = [], []
+        request = sequence.request
+        if sequence.has_reported and not finish_reason:
+            self.outbox.deltas.append(
+                ChoiceDelta(
+                    request_id=request.request_id, choice=sequence.choice, token_ids=token_ids, logprobs=logprobs
+                )
+            )
+            return
         is_first, sequence.has_reported = not sequence.has_reported, True
-        has_all = sequence.wants_prompt_logprobs and len(sequence.prompt_logprobs) == sequence.request.num_prompt
+        has_all = sequence.wants_prompt_logprobs and len(sequence.prompt_logprobs) == request.num_prompt
         self.outbox.deltas.append(
             ChoiceDelta(
-                request_id=sequence.request.request_id,
+                request_id=request.request_id,
                 choice=sequence.choice,
                 token_ids=token_ids,
                 logprobs=logprobs,
                 prompt_logprobs=sequence.prompt_logprobs if is_first and has_all else None,
                 finish_reason=finish_reason,
                 stop_token_id=stop_token_id,
-                cached_tokens=min(sequence.num_reused_tokens, sequence.request.num_prompt) if is_first else 0,
+                cached_tokens=min(sequence.num_reused_tokens, request.num_prompt) if is_first else 0,
                 kv_bytes=sequence.kv_bytes if is_first else 0,
                 kv_source=sequence.kv_source if is_first else "",
-                queued_s=sequence.request.queued_s if is_first else 0.0,
+                queued_s=request.queued_s if is_first else 0.0,
                 error_code="" if error is None else error.code,
                 error_message="" if error is None else error.message,
                 error_param="" if error is None else error.param or "",
@@ -206,7 +246,7 @@ class EngineState:
         counters = self.counters
         return Stats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting) + self.num_held,
+            num_waiting=len(self.waiting) + self.num_held + len(self.compiling),
             num_waiting_tokens=self.waiting.num_tokens,
             num_waiting_remote=self.ledger.num_loads,
             num_blocks_used=self.kv.num_used,
@@ -218,34 +258,37 @@ class EngineState:
             external_queries=counters.external_queries,
             external_hits=counters.external_hits,
             nan_requests=counters.nan_requests,
+            illegal_events=counters.illegal_events,
         )
 
     def check_integrity(self) -> None:
         """Assert that every block and every sequence is in exactly one place."""
         self.kv.check_integrity(self._holders())
         assert all(sequence.state is State.RUNNING for sequence in self.running)
+        rows = [sequence.row for sequence in self.running]
+        assert sorted([*rows, *self._rows]) == list(range(self.limits.max_num_seqs)), "a row is lost or double"
         assert all(sequence.state in (State.WAITING, State.PREEMPTED) for sequence in self.waiting)
         assert self.waiting.num_tokens == sum(sequence.num_to_compute for sequence in self.waiting)
-        placed = len(self.running) + len(self.waiting) + self.ledger.num_owners
+        placed = len(self.running) + len(self.waiting) + self.ledger.num_owners + len(self.compiling)
         live = sum(len(request.sequences) for request in self.requests.values())
         assert placed == live, f"{live} live sequences in {placed} places"
         assert self.num_held == sum(len(request.held) for request in self.requests.values())
         for request in self.requests.values():
             assert not request.held or request.lead.choice in request.sequences, "nobody will free the held choices"
+        uncomputed = sum(request.num_prompt for request in self.requests.values() if not request.is_prompt_computed)
+        assert self.num_uncomputed_tokens == uncomputed
         self._check_sharing()
 
     def _check_sharing(self) -> None:
         """Assert that a block is shared only by sequences that will not write to it."""
         sequences = [sequence for request in self.requests.values() for sequence in request.sequences.values()]
-        for index, group in enumerate(self.kv.groups):
-            num_holders = Counter(block_id for sequence in sequences for block_id in sequence.blocks[index])
-            for sequence in sequences:
-                # What a pull writes to is not told by the sequence's numbers.
-                if sequence.state is not State.WAITING_FOR_REMOTE_KVS:
-                    own = sequence.blocks[index][sequence.num_computed // group.block_size :]
-                    assert all(num_holders[block_id] == 1 for block_id in own), (
-                        f"{sequence} would write to shared blocks"
-                    )
+        num_holders = Counter(block for each in sequences for table in each.blocks for block in table)
+        for sequence in sequences:
+            # What a pull writes to is not told by the sequence's numbers.
+            if sequence.state is not State.WAITING_FOR_REMOTE_KVS:
+                first = sequence.num_computed // self.kv.block_size
+                own = [block for table in sequence.blocks for block in table[first:] if block != NO_BLOCK]
+                assert all(num_holders[block] == 1 for block in own), f"{sequence} would write to shared blocks"
 
     def _holders(self) -> Iterator[BlockLists]:
         yield from self.ledger.holders()
@@ -253,13 +296,15 @@ class EngineState:
             for sequence in request.sequences.values():
                 yield sequence.blocks
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of the place it is in; its blocks go back, or into quarantine while a pull may write."""
-        match sequence.state:
+    def _leave(self, sequence: Sequence, state: State) -> None:
+        """Take a sequence out of the place that `state` means; its blocks go back, or into quarantine while a pull may write."""
+        match state:
             case State.RUNNING:
                 self._stop_running(sequence)
             case State.WAITING | State.PREEMPTED:
                 self.waiting.remove(sequence)
+            case State.WAITING_FOR_GRAMMAR:
+                del self.compiling[sequence.request.request_id]
             case State.WAITING_FOR_REMOTE_KVS:
                 load = self.ledger.load_of(sequence)
                 load.owner, load.quarantined = None, self.kv.detach(sequence)
@@ -270,7 +315,10 @@ class EngineState:
         index = bisect.bisect_left(self.running, sequence.order, key=_order)
         assert self.running[index] is sequence
         del self.running[index]
+        self._rows.append(sequence.row)
+        self.freed_rows.append(sequence.row)
+        sequence.row = NO_ROW
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
+def _order(sequence: Sequence) -> Order:
     return sequence.order

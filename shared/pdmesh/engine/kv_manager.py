@@ -1,11 +1,15 @@
 """Blocks for sequences: what is cached already, room for what comes, names for what is full, and everything back at the end."""
 
-import math
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pdmesh.engine.block_hash import BlockHasher
 from pdmesh.engine.block_key import extend_chain, first_parent
 from pdmesh.engine.block_pool import BlockPool
+from pdmesh.engine.kv_events import KVEventLog
+from pdmesh.engine.kv_groups import KVGroup, blocks_at_once
+from pdmesh.engine.plan import NO_BLOCK
 from pdmesh.engine.request import Sequence
 from pdmesh.protocol.messages import GroupBlocks
 
@@ -13,92 +17,152 @@ BlockLists = list[list[int]]
 """Block ids of each group."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVGroup:
-    """One KV group as the bookkeeping sees it."""
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The cached beginning of a sequence: block tables of equal length, one per group."""
 
-    blocks: BlockPool
-    block_size: int
-    root: bytes
-    """Parent of its first keys: `block_key.root_key`."""
+    blocks: BlockLists
+    num_tokens: int
 
 
 class KVManager:
     """Gives blocks of every group to sequences and takes them back. Knows nothing about queues and budgets."""
 
-    def __init__(self, groups: list[KVGroup], *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        groups: list[KVGroup],
+        pool: BlockPool,
+        hasher: BlockHasher,
+        *,
+        max_chunk_tokens: int,
+        tier_root: bytes = b"",
+        enable_prefix_caching: bool = True,
+        events: KVEventLog | None = None,
+    ) -> None:
+        assert len({group.block_size for group in groups}) == 1, "groups share one pool"
         self.groups = groups
+        self.block_size = groups[0].block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._common_block_size = math.lcm(*(group.block_size for group in groups))
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block of group 0, the one that offers and transfers are made of."""
-        return self.groups[0].block_size
+        self._pool = pool
+        self._hasher = hasher
+        self._max_chunk_tokens = max_chunk_tokens
+        self._tier_root = tier_root
+        self._events = events
+        self._has_windows = any(group.window for group in groups)
 
     @property
     def num_blocks(self) -> int:
-        return sum(group.blocks.num_blocks for group in self.groups)
+        return self._pool.num_blocks
 
     @property
     def num_used(self) -> int:
-        return sum(group.blocks.num_used for group in self.groups)
+        return self._pool.num_used
 
     @property
     def num_free(self) -> int:
-        return min(group.blocks.num_free for group in self.groups)
+        return self._pool.num_free
 
-    @property
-    def max_tokens(self) -> int:
-        """Longest sequence that fits when it is alone."""
-        return min(group.blocks.num_blocks * group.block_size for group in self.groups)
+    def fits_alone(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` can be computed when nothing else holds blocks."""
+        return blocks_at_once(self.groups, num_tokens, self._max_chunk_tokens) <= self._pool.num_blocks
 
-    def lookup(self, sequence: Sequence) -> BlockLists:
-        """Return the cached blocks that hold the sequence's beginning; at least one token is left to compute.
+    # ---- the prefix cache -----------------------------------------------------------------------
 
-        They are not referenced yet: use them before anything else is allocated.
+    def lookup(self, sequence: Sequence) -> Hit:
+        """Return the longest cached beginning behind which all groups can go on; at least one token is left to compute.
+
+        Its blocks are not referenced yet: use them before anything else is allocated.
         """
         if not self.enable_prefix_caching or sequence.wants_prompt_logprobs:
-            return [[] for _ in self.groups]
-        found = [self._lookup(sequence, index) for index in range(len(self.groups))]
-        # All groups must be able to go on from the same token.
-        num_tokens = min(len(blocks) * group.block_size for blocks, group in zip(found, self.groups, strict=True))
-        return [blocks[: num_tokens // group.block_size] for blocks, group in zip(found, self.groups, strict=True)]
-
-    def _lookup(self, sequence: Sequence, index: int) -> list[int]:
-        group = self.groups[index]
-        limit = (sequence.num_tokens - 1) // group.block_size
-        blocks: list[int] = []
-        for key in self._keys(sequence, index, limit)[:limit]:
-            block_id = group.blocks.find(key)
-            if block_id is None:
+            return Hit([[] for _ in self.groups], 0)
+        count = (sequence.num_tokens - 1) // self.block_size
+        keys = self._keys(sequence, count)
+        while True:
+            before = count
+            for index, group in enumerate(self.groups):
+                count = group.longest_hit(
+                    lambda place, index=index: self._pool.find(index, keys[place]) is not None,  # type: ignore[misc]
+                    count,
+                )
+            if count == before or len(self.groups) == 1:
                 break
-            blocks.append(block_id)
-        return blocks
+        blocks = [self._found(index, keys, count) for index in range(len(self.groups))]
+        return Hit(blocks, count * self.block_size)
+
+    def register(self, sequence: Sequence) -> None:
+        """Make the blocks that are full and computed by now findable."""
+        num_full, done = sequence.num_computed // self.block_size, sequence.num_registered
+        if num_full <= done or not self.enable_prefix_caching or not sequence.may_register:
+            return
+        sequence.num_registered = num_full
+        keys = self._keys(sequence, num_full)
+        for index, blocks in enumerate(sequence.blocks):
+            stored = [
+                place
+                for place in range(done, num_full)
+                if blocks[place] != NO_BLOCK and self._pool.register(index, blocks[place], keys[place])
+            ]
+            if self._events is not None and stored:
+                self._tell_stored(self._events, sequence, index, stored)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Take the names off a sequence's blocks: what they hold is not to be trusted."""
+        for blocks in sequence.blocks:
+            self._pool.forget(blocks)
+
+    def reset_prefix_cache(self, live: Iterable[Sequence]) -> None:
+        """Forget all that is cached; sequences that live now go on, but name nothing that rests on it."""
+        self._pool.forget_all()
+        for sequence in live:
+            sequence.may_register = False
+
+    def num_common_prefix_blocks(self, sequences: list[Sequence]) -> list[int]:
+        """Return, for each group, how many leading blocks all of `sequences` share."""
+        return [
+            sum(
+                1 for _ in itertools.takewhile(_are_one, zip(*(each.blocks[index] for each in sequences), strict=False))
+            )
+            for index in range(len(self.groups))
+        ]
+
+    # ---- room -----------------------------------------------------------------------------------
 
     def allocate(
-        self, sequence: Sequence, num_tokens: int, *, cached: BlockLists | None = None, reserve: int = 0
+        self, sequence: Sequence, num_tokens: int, *, hit: Hit | None = None, start: int = 0, reserve: int = 0
     ) -> bool:
-        """Let the sequence's blocks cover `num_tokens`; False, with nothing changed, when there is no room.
+        """Let the sequence's tables cover `num_tokens`; False, with nothing taken, when there is no room.
 
-        `cached` (from `lookup`) become its first blocks. `reserve` blocks of each group must stay free after it.
+        The blocks of `hit` become its first. No query before `start` will be computed, so what only those would read gets
+        no block. `reserve` blocks must stay free behind it, unless it takes none.
         """
-        needs = []
-        for index, group in enumerate(self.groups):
-            hits = cached[index] if cached is not None else []
-            need = -(-num_tokens // group.block_size) - len(sequence.blocks[index]) - len(hits)
-            from_free = sum(group.blocks.is_free(block_id) for block_id in hits)
-            if max(need, 0) + from_free + (reserve if need + from_free > 0 else 0) > group.blocks.num_free:
-                return False
-            needs.append(need)
-        for index, group in enumerate(self.groups):
-            if cached is not None:
-                group.blocks.acquire(cached[index])
-                sequence.blocks[index] += cached[index]
-                sequence.num_registered[index] = len(cached[index])
-            if needs[index] > 0:
-                sequence.blocks[index] += group.blocks.allocate(needs[index])
+        if self._has_windows and sequence.num_computed:
+            self._drop_unneeded(sequence)
+        have = len(hit.blocks[0]) if hit is not None else len(sequence.blocks[0])
+        end = -(-num_tokens // self.block_size)
+        # Where each group's new blocks begin; before that its table has NO_BLOCK.
+        firsts = [min(max(have, group.first_needed(start)), max(end, have)) for group in self.groups]
+        num_new = sum(max(end - first, 0) for first in firsts)
+        taken = num_new + (0 if hit is None else self._num_from_free(hit))
+        if taken > 0 and taken + reserve > self._pool.num_free:
+            return False
+        if hit is not None:
+            for table, blocks in zip(sequence.blocks, hit.blocks, strict=True):
+                self._pool.acquire(blocks)
+                table += blocks
+            sequence.num_registered = have
+        for table, first in zip(sequence.blocks, firsts, strict=True):
+            if end > have:
+                table += [NO_BLOCK] * (first - have) + self._pool.allocate(end - first)
+        sequence.capacity = len(sequence.blocks[0]) * self.block_size
         return True
+
+    def has_room_for_all(self, sequence: Sequence, hit: Hit | None, reserve: int) -> bool:
+        """Whether all tokens that a waiting sequence has would find room now, as far as they are needed at once."""
+        held = sequence.blocks if hit is None else hit.blocks
+        num_held = sum(block_id != NO_BLOCK for table in held for block_id in table)
+        most = blocks_at_once(self.groups, sequence.num_tokens, self._max_chunk_tokens)
+        taken = max(most - num_held, 0) + (0 if hit is None else self._num_from_free(hit))
+        return taken == 0 or taken + reserve <= self._pool.num_free
 
     def share(self, donor: Sequence, taker: Sequence, *, reserve: int = 0) -> int:
         """Give a further choice what `donor` has computed of their prompt; return the tokens it need not compute.
@@ -107,45 +171,29 @@ class KVManager:
         `reserve` blocks free, its tokens are left to compute. At least one token always is.
         """
         num_tokens = min(donor.num_computed, donor.request.num_prompt, taker.num_tokens - 1)
-        if any(num_tokens % group.block_size and group.blocks.num_free <= reserve for group in self.groups):
-            num_tokens -= num_tokens % self._common_block_size
-        for index, group in enumerate(self.groups):
-            num_full, rest = divmod(num_tokens, group.block_size)
-            blocks = donor.blocks[index][:num_full]
-            group.blocks.acquire(blocks)
-            if rest:
-                blocks.append(group.blocks.copy(donor.blocks[index][num_full]))
-            taker.blocks[index] = blocks
-            taker.keys[index] = donor.keys[index][:num_full]
-            taker.num_registered[index] = num_full
-        taker.num_computed = num_tokens
+        num_full, rest = divmod(num_tokens, self.block_size)
+        if rest and self._pool.num_free < len(self.groups) + reserve:
+            num_tokens, rest = num_tokens - rest, 0
+        firsts = [group.first_needed(num_tokens) for group in self.groups]
+        end = num_full + (rest > 0)
+        if any(NO_BLOCK in table[first:end] for table, first in zip(donor.blocks, firsts, strict=True)):
+            # The donor is so far ahead that its windows have left the prompt.
+            return 0
+        for index, (table, first) in enumerate(zip(donor.blocks, firsts, strict=True)):
+            shared = [NO_BLOCK] * min(first, num_full) + table[first:num_full]
+            self._pool.acquire(shared)
+            taker.blocks[index] = [*shared, self._pool.copy(table[num_full])] if rest else shared
+        taker.keys = donor.keys[:num_full]
+        taker.num_registered = num_full
+        taker.capacity = end * self.block_size
+        taker.num_computed = taker.num_planned = num_tokens
         return num_tokens
 
     def holds_prompt(self, sequence: Sequence) -> bool:
         """Whether all full blocks of the prompt, but for its last token, are computed."""
-        return (
-            sequence.num_computed
-            >= (sequence.request.num_prompt - 1) // self._common_block_size * self._common_block_size
-        )
+        return sequence.num_computed >= (sequence.request.num_prompt - 1) // self.block_size * self.block_size
 
-    def register(self, sequence: Sequence) -> None:
-        """Make the blocks that are full and computed by now findable."""
-        if not self.enable_prefix_caching:
-            return
-        for index, group in enumerate(self.groups):
-            num_full = sequence.num_computed // group.block_size
-            done = sequence.num_registered[index]
-            if num_full <= done:
-                continue
-            keys = self._keys(sequence, index, num_full)
-            for place in range(done, num_full):
-                group.blocks.register(sequence.blocks[index][place], keys[place])
-            sequence.num_registered[index] = num_full
-
-    def forget(self, sequence: Sequence) -> None:
-        """Take the names off a sequence's blocks: what they hold is not to be trusted."""
-        for group, blocks in zip(self.groups, sequence.blocks, strict=True):
-            group.blocks.forget(blocks)
+    # ---- references -----------------------------------------------------------------------------
 
     def release(self, sequence: Sequence) -> None:
         """Take back all of a sequence's blocks; it starts from nothing."""
@@ -154,50 +202,95 @@ class KVManager:
     def detach(self, sequence: Sequence) -> BlockLists:
         """Part a sequence from its blocks and return them, still referenced: the caller must `drop` them."""
         blocks, sequence.blocks = sequence.blocks, [[] for _ in self.groups]
-        sequence.num_registered = [0] * len(self.groups)
-        sequence.num_computed = 0
+        sequence.num_registered = sequence.num_computed = sequence.num_planned = sequence.capacity = 0
         return blocks
 
     def hold(self, sequence: Sequence, num_tokens: int) -> BlockLists:
-        """Add a reference to the blocks that hold the first `num_tokens`, and return them: the caller must `drop` them."""
-        held = [
-            blocks[: -(-num_tokens // group.block_size)]
-            for blocks, group in zip(sequence.blocks, self.groups, strict=True)
-        ]
-        for blocks, group in zip(held, self.groups, strict=True):
-            group.blocks.acquire(blocks)
+        """Add a reference to what a query at the last of `num_tokens`, or behind, reads; the caller must `drop` it."""
+        end = -(-num_tokens // self.block_size)
+        held = []
+        for group, table in zip(self.groups, sequence.blocks, strict=True):
+            first = group.first_needed(num_tokens - 1)
+            held.append([NO_BLOCK] * first + table[first:end])
+        for blocks in held:
+            self._pool.acquire(blocks)
         return held
 
     def drop(self, blocks: BlockLists) -> None:
         """Give references back."""
-        for group, block_ids in zip(self.groups, blocks, strict=True):
-            group.blocks.release(block_ids)
+        for block_ids in blocks:
+            self._pool.release(block_ids)
 
     def describe(self, blocks: BlockLists) -> list[GroupBlocks]:
-        """Return blocks with their generations, as peers are told of them."""
-        return [
-            GroupBlocks(group=index, block_ids=block_ids, generations=group.blocks.generations_of(block_ids))
-            for index, (group, block_ids) in enumerate(zip(self.groups, blocks, strict=True))
-        ]
+        """Return blocks with their generations, as peers are told of them, each group from its first block on."""
+        described = []
+        for index, table in enumerate(blocks):
+            first = next((place for place, block_id in enumerate(table) if block_id != NO_BLOCK), len(table))
+            generations = self._pool.generations_of(table[first:])
+            described.append(
+                GroupBlocks(group=index, block_ids=table[first:], generations=generations, first_block=first)
+            )
+        return described
 
-    def prompt_keys(self, sequence: Sequence) -> list[bytes]:
-        """Return the keys of the prompt's full blocks in group 0."""
-        num_full = sequence.request.num_prompt // self.block_size
-        return self._keys(sequence, 0, num_full)[:num_full]
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the block copies (source, target) that the step planned now must begin with."""
+        return self._pool.take_copies()
+
+    def tier_keys(self, sequence: Sequence) -> list[bytes]:
+        """Return the keys under which other processes know the prompt's full blocks."""
+        request = sequence.request
+        num_full = request.num_prompt // self.block_size
+        if len(request.tier_keys) != num_full:
+            request.tier_keys = []
+            parent = first_parent(self._tier_root, cache_salt=request.cache_salt)
+            extend_chain(request.tier_keys, request.prompt[: num_full * self.block_size], self.block_size, parent)
+        return request.tier_keys
 
     def check_integrity(self, holders: Iterable[BlockLists]) -> None:
-        """Assert that references and holders agree in every group."""
-        lists = list(holders)
-        for index, group in enumerate(self.groups):
-            group.blocks.check_integrity(blocks[index] for blocks in lists)
+        """Assert that references and holders agree."""
+        self._pool.check_integrity(blocks for lists in holders for blocks in lists)
 
-    def _keys(self, sequence: Sequence, index: int, count: int) -> list[bytes]:
-        """Return the sequence's keys, extended to at least `count`; each block is hashed once."""
-        keys, group, request = sequence.keys[index], self.groups[index], sequence.request
-        if not keys and index == 0 and len(request.prompt_keys) == request.num_prompt // group.block_size:
-            keys += request.prompt_keys
-        if len(keys) < count:
-            parent = keys[-1] if keys else first_parent(group.root, cache_salt=request.cache_salt)
-            start, end = len(keys) * group.block_size, count * group.block_size
-            extend_chain(keys, sequence.tokens.view(start, end), group.block_size, parent)
-        return keys
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Return the sequence's names, extended to at least `count`; each block is hashed once."""
+        if len(sequence.keys) < count:
+            start, end = len(sequence.keys) * self.block_size, count * self.block_size
+            self._hasher.extend(sequence.keys, sequence.tokens.view(start, end), sequence.request.extra_keys)
+        return sequence.keys
+
+    def _found(self, index: int, keys: list[bytes], count: int) -> list[int]:
+        first = min(self.groups[index].first_needed(count * self.block_size), count)
+        found = [self._pool.find(index, key) for key in keys[first:count]]
+        return [NO_BLOCK] * first + [block_id for block_id in found if block_id is not None]
+
+    def _num_from_free(self, hit: Hit) -> int:
+        return sum(block_id != NO_BLOCK and self._pool.is_free(block_id) for table in hit.blocks for block_id in table)
+
+    def _drop_unneeded(self, sequence: Sequence) -> None:
+        """Give back what no query behind the computed tokens reads. Steps under way may: they run before any that reuses it."""
+        for group, table in zip(self.groups, sequence.blocks, strict=True):
+            end = min(group.first_needed(sequence.num_computed), len(table))
+            start = end
+            while start > 0 and table[start - 1] != NO_BLOCK:
+                start -= 1
+            self._pool.release(table[start:end])
+            table[start:end] = [NO_BLOCK] * (end - start)
+
+    def _tell_stored(self, events: KVEventLog, sequence: Sequence, index: int, places: list[int]) -> None:
+        size, keys = self.block_size, sequence.keys
+        for _, run in itertools.groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
+            stored = [place for _, place in run]
+            first, end = stored[0], stored[-1] + 1
+            events.stored(
+                index,
+                keys[first:end],
+                keys[first - 1] if first else None,
+                sequence.tokens.view(first * size, end * size).tolist(),
+                size,
+                sequence.request.extra_keys,
+            )
+
+
+def _are_one(entries: tuple[int, ...]) -> bool:
+    return entries[0] != NO_BLOCK and len(set(entries)) == 1

@@ -170,6 +170,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Tokens scheduled by the latest step."""
     max_step_tokens: int = 0
     nan_requests: int = 0
+    illegal_events: int = 0
+    """Requests that met a bug of the engine's states."""
     undecodable_messages: int = 0
     """Dropped between server and core, in both directions; the server adds its own."""
 

@@ -9,6 +9,7 @@ import msgspec
 
 from pdmesh.protocol.messages import SamplingParams, TokenLogprobs
 
+NO_TOKEN = -1
 NO_BLOCK = -1
 """Entry of a block table at a place that its group's rule does not need any more."""
 

@@ -1,26 +1,13 @@
-"""What a step's results do to a sequence: tokens computed, a token appended, the prompt done, the end reached."""
+"""What a step's results do to its sequences: tokens computed, a token appended, the prompt done, the end reached."""
 
-from dataclasses import dataclass, field
-
+from pdmesh import errors
 from pdmesh.engine.engine_state import EngineState
+from pdmesh.engine.plan import NO_TOKEN, RowFailure, StepPlan, StepResult
 from pdmesh.engine.remote_kv import RemoteKV
-from pdmesh.engine.request import Request, Sequence
+from pdmesh.engine.repetition import ends_in_repetition
+from pdmesh.engine.request import NO_ROW, Request, Sequence
 from pdmesh.engine.states import Event
-from pdmesh.errors import MeshError
 from pdmesh.protocol.messages import TokenLogprobs
-
-
-@dataclass(slots=True)
-class RowResult:
-    """What a step produced for one row; nothing for a chunk that does not reach the end of the sequence."""
-
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """For the prompt positions behind each of the row's tokens."""
-    error: MeshError | None = None
-    """Ends this choice, and nothing else."""
-    is_nan: bool = False
 
 
 class Progress:
@@ -29,23 +16,24 @@ class Progress:
     def __init__(self, state: EngineState, remote: RemoteKV) -> None:
         self._state = state
         self._remote = remote
+        self._eos = state.limits.eos_token_ids
 
-    def advance(self, sequence: Sequence, num_tokens: int, result: RowResult) -> None:
-        """Count `num_tokens` as computed and take in the token sampled behind them, if any."""
-        if result.error is not None:
-            self._state.counters.nan_requests += result.is_nan
-            # The KV that led here may be as broken as the logits.
-            self._state.kv.forget(sequence)
-            self._state.finish(sequence, Event.FAILED, error=result.error)
+    def advance(self, sequence: Sequence, index: int, plan: StepPlan, result: StepResult) -> None:
+        """Take in what row `index` of a step brought: its tokens count as computed, and the sampled one is appended.
+
+        A sequence that has ended meanwhile is left alone. One that was preempted meanwhile has lost the KV, not the token.
+        """
+        if sequence.row == NO_ROW and sequence.is_finished:
             return
-        first_new = len(sequence.prompt_logprobs) - sequence.num_computed - 1
-        sequence.prompt_logprobs += result.prompt_logprobs[max(first_new, 0) :]
-        sequence.num_computed += num_tokens
-        self._state.kv.register(sequence)
-        self.note_prompt(sequence)
-        if result.token_id is not None:
-            self._append(sequence, result.token_id, [] if result.logprobs is None else [result.logprobs])
-        elif sequence.num_to_compute == 0:
+        if result.failures and (failure := result.failures.get(index)) is not None:
+            self._fail(sequence, failure)
+            return
+        if sequence.row != NO_ROW:
+            self._count(sequence, index, plan.counts[index], result)
+        token_id = result.token_ids[index]
+        if token_id != NO_TOKEN:
+            self._append(sequence, token_id, result.logprobs.get(index))
+        elif sequence.num_computed == sequence.num_wanted:
             # Only prompt_logprobs were asked for.
             self._state.finish(sequence, Event.LENGTH_REACHED)
 
@@ -61,7 +49,7 @@ class Progress:
         if sequence is not request.lead or sequence.num_computed < request.num_prompt:
             return
         if not request.is_prompt_computed:
-            request.is_prompt_computed = True
+            self._state.note_prompt_computed(request)
             if request.offer_id:
                 self._remote.seal_offer(sequence)
             if request.store_to_tier:
@@ -70,29 +58,55 @@ class Progress:
 
     def is_at_end(self, request: Request, num_output: int) -> bool:
         """Whether a choice with `num_output` generated tokens may have no further one."""
-        return num_output > 0 and (
-            num_output >= request.sampling.max_tokens
-            or request.num_prompt + num_output >= self._state.limits.max_model_len
-        )
+        return num_output > 0 and request.num_prompt + num_output >= end_of(request, self._state.limits.max_model_len)
 
-    def _append(self, sequence: Sequence, token_id: int, logprobs: list[TokenLogprobs]) -> None:
+    def _count(self, sequence: Sequence, index: int, count: int, result: StepResult) -> None:
+        if result.prompt_logprobs and (logprobs := result.prompt_logprobs.get(index)) is not None:
+            first_new = len(sequence.prompt_logprobs) - sequence.num_computed - 1
+            sequence.prompt_logprobs += logprobs[max(first_new, 0) :]
+        sequence.num_computed += count
+        kv, request = self._state.kv, sequence.request
+        if sequence.num_computed >= (sequence.num_registered + 1) * kv.block_size:
+            kv.register(sequence)
+        if request.held or not request.is_prompt_computed:
+            self.note_prompt(sequence)
+
+    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         sequence.tokens.append(token_id)
         event = self._end_after(sequence, token_id)
+        listed = [] if logprobs is None else [logprobs]
         if event is None:
-            self._state.report(sequence, token_ids=[token_id], logprobs=logprobs)
+            self._state.report(sequence, token_ids=[token_id], logprobs=listed)
             return
-        is_eos = token_id in self._state.limits.eos_token_ids and not sequence.request.sampling.ignore_eos
+        is_eos = token_id in self._eos and not sequence.request.sampling.ignore_eos
         stop_token_id = token_id if event is Event.STOPPED and not is_eos else None
-        self._state.finish(sequence, event, token_ids=[token_id], logprobs=logprobs, stop_token_id=stop_token_id)
+        self._state.finish(sequence, event, token_ids=[token_id], logprobs=listed, stop_token_id=stop_token_id)
 
     def _end_after(self, sequence: Sequence, token_id: int) -> Event | None:
         """Return how the sequence ends with the token just appended, or None."""
-        sampling = sequence.request.sampling
-        if sequence.num_output >= sampling.min_tokens:
-            if not sampling.ignore_eos and token_id in self._state.limits.eos_token_ids:
+        request, num_tokens = sequence.request, len(sequence.tokens)
+        sampling = request.sampling
+        if num_tokens - request.num_prompt >= sampling.min_tokens:
+            if not sampling.ignore_eos and token_id in self._eos:
                 return Event.STOPPED
-            if token_id in sampling.stop_token_ids:
+            if sampling.stop_token_ids and token_id in sampling.stop_token_ids:
                 return Event.STOPPED
-        if self.is_at_end(sequence.request, sequence.num_output):
+        if num_tokens >= sequence.end and self.is_at_end(request, num_tokens - request.num_prompt):
             return Event.LENGTH_REACHED
-        return Event.HANDED_OFF if sequence.request.prefill_only else None
+        if sampling.repetition_detection is not None and ends_in_repetition(
+            sequence.tokens.view(request.num_prompt, num_tokens), sampling.repetition_detection
+        ):
+            return Event.REPEATED
+        return Event.HANDED_OFF if request.prefill_only else None
+
+    def _fail(self, sequence: Sequence, failure: RowFailure) -> None:
+        self._state.counters.nan_requests += failure.is_nan
+        # The KV that led here may be as broken as the logits.
+        self._state.kv.forget(sequence)
+        error = getattr(errors, failure.code)(failure.message)
+        self._state.finish(sequence, Event.FAILED, error=error)
+
+
+def end_of(request: Request, max_model_len: int) -> int:
+    """Return the tokens at which each choice of a request ends at the latest."""
+    return min(request.num_prompt + request.sampling.max_tokens, max_model_len)

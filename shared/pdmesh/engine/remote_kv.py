@@ -9,12 +9,12 @@ from enum import Enum, auto
 from pdmesh.connector.base import Pull, PullResult
 from pdmesh.connector.ledger import Load, plan_pull
 from pdmesh.engine.engine_state import EngineState
-from pdmesh.engine.kv_manager import BlockLists
+from pdmesh.engine.kv_manager import Hit
 from pdmesh.engine.messages import BlocksComputed, OfferSealed, TransferEnded
 from pdmesh.engine.request import Sequence
 from pdmesh.engine.states import Event
 from pdmesh.errors import TransferFailed
-from pdmesh.protocol.messages import GroupBlocks, KVSource
+from pdmesh.protocol.messages import KVSource
 
 
 class Begun(Enum):
@@ -35,36 +35,39 @@ class RemoteKV:
     def __init__(self, state: EngineState) -> None:
         self._state = state
 
-    def begin(self, sequence: Sequence, cached: BlockLists, *, reserve: int) -> Begun:
-        """Start to pull what `cached` does not cover of the source of a waiting sequence."""
+    def begin(self, sequence: Sequence, hit: Hit, *, reserve: int) -> Begun:
+        """Start to pull what `hit` does not cover of the source of a waiting sequence."""
         state, request, source = self._state, sequence.request, sequence.request.source
         assert source is not None
-        num_local, block_size = len(cached[0]), state.kv.block_size
         if sequence.wants_prompt_logprobs:
             # Every position has to be computed anyway.
             state.end_source(request, source, reason="")
             return Begun.SETTLED
+        start = _first_query(sequence, source)
+        num_hit = hit.num_tokens // state.kv.block_size
+        firsts = [max(num_hit, group.first_needed(start)) for group in state.kv.groups]
         try:
             if source.num_tokens > sequence.num_tokens:
                 raise TransferFailed("mismatch")
-            plan = plan_pull(source, num_local_blocks=num_local, block_size=block_size)
+            plan = plan_pull(source, firsts=firsts, block_size=state.kv.block_size)
         except TransferFailed as exc:
             state.end_source(request, source, reason=exc.message)
             return self._fall_back(sequence, source, exc.message)
         if plan is None:
             state.end_source(request, source, reason="")
             return Begun.SETTLED
-        if not state.kv.allocate(sequence, source.num_tokens, cached=cached, reserve=reserve):
+        if not state.kv.allocate(sequence, source.num_tokens, hit=hit, start=start, reserve=reserve):
             return Begun.NO_ROOM
-        self._leave_queue(sequence, source)
-        state.counters.external_queries += source.num_tokens - num_local * block_size
+        targets = [block for table, first in zip(sequence.blocks, firsts, strict=True) for block in table[first:]]
+        self._leave_queue(sequence, source, num_usable=start)
+        state.counters.external_queries += source.num_tokens - hit.num_tokens
         state.outbox.pulls.append(
             Pull(
                 transfer_id=source.transfer_id,
                 peer_id=source.peer_id,
                 source_block_ids=plan.source_block_ids,
                 generations=plan.generations,
-                target_block_ids=sequence.blocks[0][plan.first_block :],
+                target_block_ids=targets,
                 deadline_s=source.deadline_s,
             )
         )
@@ -89,15 +92,15 @@ class RemoteKV:
             state.kv.release(sequence)
             sequence.num_reused_tokens = 0
             sequence.apply(Event.PULL_FAILED)
-            state.waiting.push_returned(sequence)
+            state.waiting.push(sequence)
             return None if self._fall_back(sequence, load.source, reason) is Begun.FAILED else sequence
         state.counters.external_hits += max(load.num_tokens - sequence.num_reused_tokens, 0)
-        sequence.num_computed = sequence.num_reused_tokens = load.num_tokens
+        sequence.num_computed = sequence.num_planned = sequence.num_reused_tokens = load.num_tokens
         sequence.kv_bytes = result.num_bytes
         sequence.kv_source = "tier" if load.from_tier else connector
         sequence.apply(Event.PULL_SUCCEEDED)
         state.kv.register(sequence)
-        state.waiting.push_returned(sequence)
+        state.waiting.push(sequence)
         return sequence
 
     def seal_offer(self, sequence: Sequence) -> None:
@@ -126,35 +129,32 @@ class RemoteKV:
                 request.offer_id = ""
 
     def report_computed(self, sequence: Sequence) -> None:
-        """Name the full prompt blocks that were computed here, so that the tier may pull them."""
+        """Name the full prompt blocks that were computed here, so that the tier may pull them.
+
+        The tier keeps histories: a model with sliding groups has nothing for it.
+        """
         kv = self._state.kv
         first = sequence.num_reused_tokens // kv.block_size
-        keys = kv.prompt_keys(sequence)[first:]
-        if not keys:
+        keys = kv.tier_keys(sequence)[first:]
+        if not keys or any(group.window for group in kv.groups):
             return
         described = kv.describe([blocks[first : first + len(keys)] for blocks in sequence.blocks])
         self._state.outbox.computed.append(
-            BlocksComputed(
-                request_id=sequence.request.request_id,
-                keys=keys,
-                blocks=GroupBlocks(group=0, block_ids=described[0].block_ids, generations=described[0].generations),
-            )
+            BlocksComputed(request_id=sequence.request.request_id, keys=keys, blocks=described[0])
         )
 
-    def _leave_queue(self, sequence: Sequence, source: KVSource) -> None:
+    def _leave_queue(self, sequence: Sequence, source: KVSource, *, num_usable: int) -> None:
         state, request = self._state, sequence.request
-        state.waiting.remove(sequence)
         sequence.apply(Event.PULL_STARTED)
         request.source = None
         # A peer's source is continued after its last token; one that begins a fresh prompt can only be the tier's.
         from_tier = sequence.num_emitted == 0 and not request.recompute_last
-        usable = source.num_tokens - 1 if request.recompute_last else source.num_tokens
         state.ledger.begin_load(
             Load(
                 source=source,
                 request_id=request.request_id,
                 owner=sequence,
-                num_tokens=min(usable, sequence.num_tokens - 1),
+                num_tokens=num_usable,
                 from_tier=from_tier,
             )
         )
@@ -180,3 +180,9 @@ class RemoteKV:
                 duration_s=result.duration_s,
             )
         )
+
+
+def _first_query(sequence: Sequence, source: KVSource) -> int:
+    """Return the first position that is computed behind a source's KV; at least one always is."""
+    usable = source.num_tokens - 1 if sequence.request.recompute_last else source.num_tokens
+    return min(usable, sequence.num_tokens - 1)

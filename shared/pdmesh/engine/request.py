@@ -6,17 +6,18 @@ A sequence has tokens computed and tokens to compute; scheduling is nothing but 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdmesh.engine.block_hash import ExtraKeys
 from pdmesh.engine.messages import AddRequest
-from pdmesh.engine.states import Event, State, after
+from pdmesh.engine.states import FINISH_REASON, Event, State, after
 from pdmesh.engine.token_buffer import TokenBuffer
 from pdmesh.protocol.messages import KVSource, SamplingParams, TokenLogprobs
 
-if TYPE_CHECKING:
-    from pdmesh.engine.sampling_state import SamplingState
+NO_ROW = -1
+Order = tuple[float, int, int]
+"""Who comes first: smaller ones."""
 
 
 class Request:
@@ -26,13 +27,16 @@ class Request:
     over and leads. Of a choice that has not started only its number is kept.
     """
 
-    def __init__(self, add: AddRequest, number: int, num_groups: int) -> None:
+    def __init__(self, add: AddRequest, number: int, num_groups: int, *, rank: float = 0.0) -> None:
         request = add.request
         self.request_id = request.request_id
         self.number = number
         """Order of arrival."""
+        self.rank = rank
+        """What goes before the order of arrival: 0 for all when first come is first served."""
         self.sampling: SamplingParams = request.sampling
         self.cache_salt = request.cache_salt
+        self.extra_keys = ExtraKeys(cache_salt=request.cache_salt)
         self.prompt = np.array(request.token_ids, dtype=np.int64)
         """Shared by all choices, so not writable."""
         self.prompt.setflags(write=False)
@@ -56,8 +60,8 @@ class Request:
         self.wants_prompt_logprobs = (
             self.sampling.prompt_logprobs is not None and self.lead.choice == 0 and self.lead.num_emitted == 0
         )
-        self.prompt_keys = add.block_keys
-        """Keys of the prompt's full blocks in group 0, when the server sent them."""
+        self.tier_keys = list(add.block_keys)
+        """Keys of the prompt's full blocks for other processes; the server sends them when it has them."""
         self.arrived_s = time.monotonic()
         self.started_s: float | None = None
         """When its first step was scheduled."""
@@ -84,35 +88,81 @@ class Request:
 class Sequence:
     """One choice of a request: its tokens, the blocks that hold their KV, and where it stands."""
 
+    # A step visits each running sequence: slots are read faster.
+    __slots__ = (
+        "blocks",
+        "capacity",
+        "choice",
+        "end",
+        "has_reported",
+        "is_holding",
+        "is_new",
+        "keys",
+        "kv_bytes",
+        "kv_source",
+        "may_register",
+        "num_computed",
+        "num_emitted",
+        "num_in_flight",
+        "num_planned",
+        "num_registered",
+        "num_reused_tokens",
+        "num_wanted",
+        "order",
+        "prompt_logprobs",
+        "request",
+        "row",
+        "state",
+        "tokens",
+        "unsent_logprobs",
+        "unsent_token_ids",
+    )
+
     def __init__(
         self, request: Request, choice: int, place: int, tokens: TokenBuffer, num_emitted: int, num_groups: int
     ) -> None:
         self.request = request
         self.choice = choice
-        self.order = (request.number, place)
-        """First come, first served by this."""
+        self.order: Order = (request.rank, request.number, place)
         self.tokens = tokens
         self.num_emitted = num_emitted
         """Output tokens that another engine produced."""
         self.num_computed = 0
         """Tokens whose KV is in the blocks."""
+        self.num_planned = 0
+        """Tokens whose KV is there, or will be when the steps under way have ended."""
+        self.num_wanted = len(tokens)
+        """Tokens, those included that the steps under way will append."""
+        self.num_in_flight = 0
+        """Steps under way that compute some of it."""
+        self.end = 0
+        """Tokens at which it ends at the latest; set at its admission."""
         self.state = State.HELD
+        self.is_new = False
+        """Whether it waits and has not had a turn yet."""
+        self.is_holding = False
+        """Whether it waits and came with blocks."""
+        self.row = NO_ROW
+        """Its place in the worker's tables while it runs."""
         self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
-        """Block table of each group; grows at its end."""
-        self.keys: list[list[bytes]] = [[] for _ in range(num_groups)]
-        """Keys of the leading full blocks, as far as they were needed."""
-        self.num_registered = [0] * num_groups
+        """Block table of each group, all of one length; NO_BLOCK where the group needs none."""
+        self.capacity = 0
+        """Tokens that the tables cover."""
+        self.keys: list[bytes] = []
+        """Names of the leading full blocks, as far as they were needed."""
+        self.num_registered = 0
         """Leading blocks that the prefix cache has been told of."""
+        self.may_register = True
         self.num_reused_tokens = 0
         """Leading tokens whose KV was not computed here: found, or pulled."""
         self.kv_source = ""
         self.kv_bytes = 0
         self.has_reported = False
         """Whether its first delta is out."""
+        self.unsent_token_ids: list[int] = []
+        self.unsent_logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         """Grows by one per prompt position, when asked for."""
-        self.sampling_state: SamplingState | None = None
-        """The sampler's own; made at the first token."""
 
     @property
     def num_tokens(self) -> int:
@@ -120,7 +170,8 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        return len(self.tokens) - self.num_computed
+        """Tokens that no step has been given yet."""
+        return self.num_wanted - self.num_planned
 
     @property
     def num_output(self) -> int:
@@ -129,7 +180,11 @@ class Sequence:
 
     @property
     def holds_blocks(self) -> bool:
-        return any(self.blocks)
+        return self.capacity > 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state in FINISH_REASON
 
     @property
     def wants_prompt_logprobs(self) -> bool:

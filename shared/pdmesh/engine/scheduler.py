@@ -1,9 +1,12 @@
 """Decides what one step computes. Each sequence has tokens computed and tokens to compute; a step hands out tokens from one
-budget, first to who is running, then to who waits, in order of arrival.
+budget, first to who is running, then to who waits, in order. There is no prefill phase and no decode phase.
 
 No I/O and no tensors: messages and pull results come in as calls, what is to be said and done goes out through the outbox.
+A step may be planned while the one before it still runs: its token counts are known, only its tokens are not.
 """
 
+import logging
+import time
 from dataclasses import dataclass, field
 
 from pdmesh.connector.base import PullResult
@@ -11,56 +14,44 @@ from pdmesh.engine.admission import Limits, check_request
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.messages import AddRequest, TransferEnded
-from pdmesh.engine.progress import Progress, RowResult
+from pdmesh.engine.plan import BlockUpdate, NewRow, StepPlan, StepResult
+from pdmesh.engine.progress import Progress, end_of
 from pdmesh.engine.remote_kv import Begun, RemoteKV
 from pdmesh.engine.request import Request, Sequence
-from pdmesh.engine.states import Event
+from pdmesh.engine.states import Event, IllegalEvent
 from pdmesh.errors import RETRY_AFTER_S, InternalError, InvalidRequest, MeshError, Overloaded
 from pdmesh.protocol.messages import ChoiceDelta
+
+log = logging.getLogger(__name__)
 
 # Logits of a whole vocabulary per position: 256 of them are 50 to 150 MB in float32.
 MAX_PROMPT_LOGPROBS_CHUNK_TOKENS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
-    """One sequence's share of a step: the next `num_tokens` after those computed."""
-
-    sequence: Sequence
-    num_tokens: int
-
-    @property
-    def end(self) -> int:
-        """Tokens computed after the step."""
-        return self.sequence.num_computed + self.num_tokens
-
-    @property
-    def needs_token(self) -> bool:
-        """Whether the step reaches the sequence's last token, so that the next one is to be sampled."""
-        return self.end == self.sequence.num_tokens and self.sequence.request.sampling.max_tokens > 0
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Schedule:
-    """What one step computes."""
+    """A planned step, and whose its rows are."""
 
-    rows: list[ScheduledRow] = field(default_factory=list)
+    plan: StepPlan = field(default_factory=StepPlan)
+    sequences: list[Sequence] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        return sum(self.plan.counts)
 
 
 class Scheduler:
     """Admission, batching, preemption and the ends of requests, over an `EngineState`."""
 
     def __init__(self, kv: KVManager, limits: Limits) -> None:
-        assert limits.max_model_len <= kv.max_tokens, "a sequence that is alone must fit"
+        assert kv.fits_alone(limits.max_model_len), "a sequence that is alone must fit"
         self.state = EngineState(kv, limits)
         self._limits = limits
+        self._max_active = limits.max_num_active_seqs or limits.max_num_seqs
         self._remote = RemoteKV(self.state)
         self._progress = Progress(self.state, self._remote)
         self._num_requests = 0
+        self._num_in_flight = 0
         self._blocked: Sequence | None = None
         self._blocked_num_free = 0
 
@@ -74,7 +65,7 @@ class Scheduler:
             self._refuse(add, exc)
             return
         self._num_requests += 1
-        request = Request(add, self._num_requests, len(self.state.kv.groups))
+        request = Request(add, self._num_requests, len(self.state.kv.groups), rank=self._rank(add))
         self.state.enqueue(request)
         for choice, tokens in zip(add.request.choices, add.request.emitted, strict=False):
             if self._progress.is_at_end(request, len(tokens)):
@@ -99,24 +90,47 @@ class Scheduler:
         if sequence is not None:
             self._progress.note_prompt(sequence)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached KV. Requests that live go on, but what they compute is not cached any more."""
+        requests = self.state.requests.values()
+        self.state.kv.reset_prefix_cache(each for request in requests for each in request.sequences.values())
+
     # ---- steps ----------------------------------------------------------------------------------
 
     def schedule(self) -> Schedule:
-        """Choose the next step's rows and give them their blocks. An empty schedule means: wait for news."""
-        rows: list[ScheduledRow] = []
-        budget, has_preempted = self._schedule_running(rows)
-        if not has_preempted:
-            self._schedule_waiting(rows, budget)
-        return Schedule(rows)
+        """Plan the next step and give its rows their blocks. Without rows there is nothing to do until news arrives."""
+        schedule = Schedule()
+        budget, has_preempted = self._schedule_running(schedule)
+        if not has_preempted and self.state.waiting:
+            self._schedule_waiting(schedule, budget)
+        if schedule.sequences:
+            plan, state = schedule.plan, self.state
+            plan.freed, state.freed_rows = state.freed_rows, []
+            plan.copies = state.kv.take_copies()
+            self._num_in_flight += 1
+        return schedule
 
-    def update(self, schedule: Schedule, results: list[RowResult]) -> None:
-        """Take in what a step produced, one result per row."""
-        for row, result in zip(schedule.rows, results, strict=True):
-            self._progress.advance(row.sequence, row.num_tokens, result)
+    def update(self, schedule: Schedule, result: StepResult) -> None:
+        """Take in what a step produced. Steps are updated in the order in which they were planned."""
+        self._num_in_flight -= 1
+        plan, advance = schedule.plan, self._progress.advance
+        for index, sequence in enumerate(schedule.sequences):
+            sequence.num_in_flight -= 1
+            try:
+                advance(sequence, index, plan, result)
+            except IllegalEvent as exc:
+                self._fail_illegal(sequence, exc)
 
     def fail(self, schedule: Schedule, message: str) -> None:
         """End all requests of a step that could not be run."""
-        for request in {row.sequence.request.number: row.sequence.request for row in schedule.rows}.values():
+        self._num_in_flight -= 1
+        for sequence in schedule.sequences:
+            sequence.num_in_flight -= 1
+        if schedule.plan.copies:
+            # Blocks were to be copied for sequences that still wait: whether they were, nobody knows.
+            for sequence in self.state.waiting.holders():
+                self.state.preempt(sequence)
+        for request in {each.request.number: each.request for each in schedule.sequences}.values():
             self.fail_request(request.request_id, message)
 
     def fail_add(self, add: AddRequest, message: str) -> None:
@@ -136,80 +150,157 @@ class Scheduler:
         for choice in _choices_of(request):
             self._finish(request, choice, Event.FAILED, error=InternalError(message))
 
-    def _schedule_running(self, rows: list[ScheduledRow]) -> tuple[int, bool]:
-        """Give running sequences their tokens, oldest first; return the budget left and whether any was preempted."""
+    def _schedule_running(self, schedule: Schedule) -> tuple[int, bool]:
+        """Give running sequences their tokens, in order; return the budget left and whether any was preempted."""
         state, budget, num_before = self.state, self._limits.max_num_batched_tokens, self.state.counters.num_preemptions
-        while len(rows) < len(state.running) and budget > 0:
-            # Rows are those scheduled so far, and preemption only takes from behind them.
-            sequence = state.running[len(rows)]
-            num_tokens = self._share(sequence, sequence.num_to_compute, budget)
-            if self._make_room(sequence, sequence.num_computed + num_tokens):
-                rows.append(ScheduledRow(sequence, num_tokens))
-                budget -= num_tokens
+        plan, sequences = schedule.plan, schedule.sequences
+        cap = self._chunk_cap()
+        # Preemption only takes from behind: what is scheduled already stays.
+        for sequence in state.running:
+            if budget <= 0:
+                break
+            start = sequence.num_planned
+            if sequence.num_wanted - start == 1 and start < sequence.capacity and start + 1 < sequence.end:
+                # One more token of a sequence that has room for it: nearly all rows of nearly all steps.
+                count = 1
+            else:
+                count = self._share(sequence, sequence.num_wanted - start, min(budget, cap))
+                if count == 0 or not self._make_room(schedule, sequence, start + count):
+                    continue
+            sequence.num_planned = start + count
+            sequence.num_in_flight += 1
+            is_sampled = sequence.num_planned == sequence.num_wanted and sequence.request.sampling.max_tokens > 0
+            sequence.num_wanted += is_sampled
+            sequences.append(sequence)
+            plan.rows.append(sequence.row)
+            plan.starts.append(start)
+            plan.counts.append(count)
+            plan.samples.append(is_sampled)
+            budget -= count
         return budget, state.counters.num_preemptions > num_before
 
-    def _schedule_waiting(self, rows: list[ScheduledRow], budget: int) -> None:
-        state = self.state
-        while state.waiting and len(state.running) < self._limits.max_num_seqs:
+    def _schedule_waiting(self, schedule: Schedule, budget: int) -> None:
+        state, cap = self.state, self._chunk_cap()
+        while state.waiting and len(state.running) < self._max_active:
             sequence = state.waiting.first()
-            if self._is_still_blocked(sequence) or (budget == 0 and sequence.request.source is None):
+            if sequence.num_in_flight or self._is_still_blocked(sequence):
                 return
-            row, has_left = self._admit(sequence, budget, is_alone=not state.running)
-            if row is not None:
-                rows.append(row)
-                budget -= row.num_tokens
-            elif not has_left:
+            if budget == 0 and sequence.request.source is None:
+                return
+            try:
+                count, has_left = self._admit(schedule, sequence, min(budget, cap))
+            except IllegalEvent as exc:
+                self._fail_illegal(sequence, exc)
+                continue
+            budget -= count
+            if not has_left:
                 return
 
-    def _admit(self, sequence: Sequence, budget: int, *, is_alone: bool) -> tuple[ScheduledRow | None, bool]:
-        """Try to start the first waiting sequence; return its row, or whether it has left the queue without one."""
-        state = self.state
+    def _admit(self, schedule: Schedule, sequence: Sequence, budget: int) -> tuple[int, bool]:
+        """Try to start the first waiting sequence; return the tokens it got, and whether it has left the queue."""
+        state, is_alone = self.state, not self.state.running
         reserve = 0 if is_alone else self._limits.watermark_blocks
-        cached = None
+        hit = None
         if not sequence.holds_blocks:
-            cached = state.kv.lookup(sequence)
+            hit = state.kv.lookup(sequence)
             if sequence.request.source is not None and sequence is sequence.request.lead:
-                begun = self._remote.begin(sequence, cached, reserve=reserve)
+                begun = self._remote.begin(sequence, hit, reserve=reserve)
                 if begun in (Begun.PULLING, Begun.FAILED):
-                    return None, True
+                    return 0, True
                 if begun is Begun.NO_ROOM:
-                    return None, self._block(sequence, is_alone)
-        if budget == 0:
-            return None, False
-        start = len(cached[0]) * state.kv.block_size if cached is not None else sequence.num_computed
-        num_tokens = self._share(sequence, sequence.num_tokens - start, budget)
-        if not state.kv.allocate(sequence, start + num_tokens, cached=cached, reserve=reserve):
-            return None, self._block(sequence, is_alone)
+                    return 0, self._block(sequence, is_alone)
+        start = hit.num_tokens if hit is not None else sequence.num_computed
+        count = self._share(sequence, sequence.num_tokens - start, budget)
+        if count == 0 or self._has_too_many_partial(sequence, start + count):
+            return 0, False
+        if not is_alone and not state.kv.has_room_for_all(sequence, hit, reserve):
+            return 0, self._block(sequence, is_alone)
+        if not state.kv.allocate(sequence, start + count, hit=hit, start=start, reserve=reserve):
+            return 0, self._block(sequence, is_alone)
         state.run(sequence)
-        if cached is not None:
+        if hit is not None:
             state.note_hits(sequence, start)
+        self._append_new(schedule, sequence, start, count)
         self._progress.note_start(sequence)
-        return ScheduledRow(sequence, num_tokens), True
+        return count, True
 
-    def _share(self, sequence: Sequence, num_to_compute: int, budget: int) -> int:
-        """Return how many tokens a sequence gets out of `budget`."""
-        share = min(num_to_compute, budget)
-        if self._limits.long_prefill_token_threshold:
-            share = min(share, self._limits.long_prefill_token_threshold)
+    def _append_new(self, schedule: Schedule, sequence: Sequence, start: int, count: int) -> None:
+        plan, request = schedule.plan, sequence.request
+        max_model_len = self._limits.max_model_len
+        sequence.end = sequence.num_tokens + 1 if request.prefill_only else end_of(request, max_model_len)
+        plan.new.append(
+            NewRow(
+                row=sequence.row,
+                choice=sequence.choice,
+                token_ids=sequence.tokens.view(0, sequence.num_tokens).astype("<u4").tobytes(),
+                num_prompt=request.num_prompt,
+                sampling=request.sampling,
+                wants_prompt_logprobs=sequence.wants_prompt_logprobs,
+                blocks=[list(table) for table in sequence.blocks],
+            )
+        )
+        sequence.num_planned = start + count
+        sequence.num_in_flight += 1
+        is_sampled = sequence.num_planned == sequence.num_wanted and request.sampling.max_tokens > 0
+        sequence.num_wanted += is_sampled
+        schedule.sequences.append(sequence)
+        plan.rows.append(sequence.row)
+        plan.starts.append(start)
+        plan.counts.append(count)
+        plan.samples.append(is_sampled)
+
+    def _chunk_cap(self) -> int:
+        """Return the most tokens that one sequence may get in this step; a single request is not held back for nobody."""
+        limits, num_others = self._limits, len(self.state.running) + len(self.state.waiting) - 1
+        if not limits.long_prefill_token_threshold or num_others <= 0:
+            return limits.max_num_batched_tokens
+        if limits.is_threshold_adaptive:
+            return max(limits.long_prefill_token_threshold, limits.max_num_batched_tokens // (num_others + 1))
+        return limits.long_prefill_token_threshold
+
+    def _share(self, sequence: Sequence, num_to_compute: int, most: int) -> int:
+        """Return how many tokens a sequence gets; none when a step under way is going to end it."""
+        if sequence.num_wanted > sequence.num_tokens and sequence.num_wanted >= sequence.end:
+            return 0
         if sequence.wants_prompt_logprobs:
-            share = min(share, MAX_PROMPT_LOGPROBS_CHUNK_TOKENS)
-        return share
+            most = min(most, MAX_PROMPT_LOGPROBS_CHUNK_TOKENS)
+        return min(num_to_compute, most)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate for a running sequence, taking blocks from who arrived last; False when that was itself."""
-        while not self.state.kv.allocate(sequence, num_tokens):
-            victim = self.state.last_holder()
+    def _has_too_many_partial(self, sequence: Sequence, num_planned: int) -> bool:
+        """Whether starting a sequence leaves more prompts half computed than may be."""
+        most = self._limits.max_num_partial_prefills
+        if not most or num_planned >= sequence.num_tokens:
+            return False
+        return sum(each.num_wanted - each.num_planned > 1 for each in self.state.running) >= most
+
+    def _make_room(self, schedule: Schedule, sequence: Sequence, num_tokens: int) -> bool:
+        """Allocate for a running sequence, taking blocks from who comes last; False when it is not running any more."""
+        state, have = self.state, len(sequence.blocks[0])
+        while not state.kv.allocate(sequence, num_tokens, start=sequence.num_planned):
+            victim = state.last_holder()
             assert victim is not None
-            self.state.preempt(victim)
+            try:
+                if victim is sequence and not state.kv.fits_alone(num_tokens):
+                    error = Overloaded(
+                        f"{num_tokens} tokens need more KV blocks than the {state.kv.num_blocks} there are"
+                    )
+                    state.finish(sequence, Event.IGNORED, error=error)
+                else:
+                    state.preempt(victim)
+            except IllegalEvent as exc:
+                self._fail_illegal(victim, exc)
             if victim is sequence:
                 return False
+        for group, table in enumerate(sequence.blocks):
+            if len(table) > have:
+                schedule.plan.updates.append(BlockUpdate(sequence.row, group, have, table[have:]))
         return True
 
     def _block(self, sequence: Sequence, is_alone: bool) -> bool:
         """Note that the first in line has no room. True when it is worth trying again at once."""
         victim = self.state.last_holder()
-        if is_alone and victim is not None and victim.order > sequence.order:
-            # Nothing runs that could free blocks, and fetched KV of later arrivals stands in the way.
+        if is_alone and victim is not None and victim is not sequence and victim.order > sequence.order:
+            # Nothing runs that could free blocks, and fetched KV of those behind it stands in the way.
             self.state.preempt(victim)
             return True
         self._blocked, self._blocked_num_free = sequence, self.state.kv.num_free
@@ -226,17 +317,41 @@ class Scheduler:
         if sequence is not None:
             self.state.finish(sequence, event, error=error)
 
+    def _fail_illegal(self, sequence: Sequence, exc: IllegalEvent) -> None:
+        log.error("request %s met a bug of the engine", sequence.request.request_id, exc_info=exc)
+        self.state.counters.illegal_events += 1
+        self.fail_request(sequence.request.request_id, f"the engine met a bug: {exc}")
+
     # ---- admission ------------------------------------------------------------------------------
 
+    def _rank(self, add: AddRequest) -> float:
+        """Return what orders requests before their arrival does.
+
+        With aging, a request that came `priority_aging_s` later is worth one step of priority less: all age alike, so that
+        the order never changes, and what may come before a request is bounded.
+        """
+        if not self._limits.by_priority:
+            return 0.0
+        if self._limits.priority_aging_s:
+            return time.monotonic() + add.request.priority * self._limits.priority_aging_s
+        return float(add.request.priority)
+
     def _check(self, add: AddRequest) -> None:
-        request_id = add.request.request_id
-        if request_id in self.state.requests:
-            raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
-        check_request(add, self._limits)
-        num_queued, most = self.state.num_queued, self._limits.max_num_queued_reqs
-        if num_queued + len(add.request.choices) > most:
+        request, state, limits = add.request, self.state, self._limits
+        if request.request_id in state.requests:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
+        check_request(add, limits)
+        num_queued, most = state.num_queued, limits.max_num_queued_reqs
+        if num_queued + len(request.choices) > most:
             raise Overloaded(
                 f"{num_queued} requests and choices are waiting already, at most {most} may (max-num-queued-reqs)",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        num_tokens, most = state.num_uncomputed_tokens, limits.max_num_queued_tokens
+        # A prompt that is longer than the limit is served when it is alone.
+        if most and num_tokens and num_tokens + len(request.token_ids) > most:
+            raise Overloaded(
+                f"prompts of {num_tokens} tokens wait already, at most {most} may (max-num-queued-tokens)",
                 retry_after_s=RETRY_AFTER_S,
             )
 

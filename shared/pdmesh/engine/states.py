@@ -1,4 +1,5 @@
-"""The life of one sequence as a table: (state, event) -> state. An event that is not in the table is a bug of ours."""
+"""The life of one sequence as a table: (state, event) -> state. An event that is not in the table is a bug of ours, and ends
+the request it happened to, not the engine."""
 
 from enum import Enum
 
@@ -9,6 +10,7 @@ class State(Enum):
     HELD = "held"
     """A choice that does not compete for the batch yet: the one before it computes the prompt."""
     WAITING = "waiting"
+    WAITING_FOR_GRAMMAR = "waiting_for_grammar"
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -17,6 +19,9 @@ class State(Enum):
     FINISHED_LENGTH = "finished_length"
     FINISHED_ABORTED = "finished_aborted"
     FINISHED_ERROR = "finished_error"
+    FINISHED_IGNORED = "finished_ignored"
+    """It can never fit."""
+    FINISHED_REPETITION = "finished_repetition"
     FINISHED_HANDED_OFF = "finished_handed_off"
     """A prefill-only choice after its first token: it goes on elsewhere."""
 
@@ -25,6 +30,8 @@ class Event(Enum):
     """What happens to a sequence."""
 
     FREED = "freed"
+    GRAMMAR_STARTED = "grammar_started"
+    GRAMMAR_READY = "grammar_ready"
     PULL_STARTED = "pull_started"
     PULL_SUCCEEDED = "pull_succeeded"
     PULL_FAILED = "pull_failed"
@@ -32,15 +39,28 @@ class Event(Enum):
     PREEMPTED = "preempted"
     STOPPED = "stopped"
     LENGTH_REACHED = "length_reached"
+    REPEATED = "repeated"
+    HANDED_OFF = "handed_off"
+    IGNORED = "ignored"
     ABORTED = "aborted"
     FAILED = "failed"
-    HANDED_OFF = "handed_off"
 
 
-_LIVE = (State.HELD, State.WAITING, State.WAITING_FOR_REMOTE_KVS, State.RUNNING, State.PREEMPTED)
+_LIVE = (
+    State.HELD,
+    State.WAITING,
+    State.WAITING_FOR_GRAMMAR,
+    State.WAITING_FOR_REMOTE_KVS,
+    State.RUNNING,
+    State.PREEMPTED,
+)
+# A step that was under way when its sequence was preempted still brings that one's token, which may be its last.
+_STEPPING = (State.RUNNING, State.PREEMPTED)
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.HELD, Event.FREED): State.WAITING,
+    (State.WAITING, Event.GRAMMAR_STARTED): State.WAITING_FOR_GRAMMAR,
+    (State.WAITING_FOR_GRAMMAR, Event.GRAMMAR_READY): State.WAITING,
     (State.WAITING, Event.PULL_STARTED): State.WAITING_FOR_REMOTE_KVS,
     (State.WAITING_FOR_REMOTE_KVS, Event.PULL_SUCCEEDED): State.WAITING,
     (State.WAITING_FOR_REMOTE_KVS, Event.PULL_FAILED): State.WAITING,
@@ -52,9 +72,11 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     # Resumed after its last token.
     (State.HELD, Event.LENGTH_REACHED): State.FINISHED_LENGTH,
     (State.WAITING, Event.LENGTH_REACHED): State.FINISHED_LENGTH,
-    (State.RUNNING, Event.STOPPED): State.FINISHED_STOPPED,
-    (State.RUNNING, Event.LENGTH_REACHED): State.FINISHED_LENGTH,
-    (State.RUNNING, Event.HANDED_OFF): State.FINISHED_HANDED_OFF,
+    **{(state, Event.STOPPED): State.FINISHED_STOPPED for state in _STEPPING},
+    **{(state, Event.LENGTH_REACHED): State.FINISHED_LENGTH for state in _STEPPING},
+    **{(state, Event.REPEATED): State.FINISHED_REPETITION for state in _STEPPING},
+    **{(state, Event.HANDED_OFF): State.FINISHED_HANDED_OFF for state in _STEPPING},
+    (State.RUNNING, Event.IGNORED): State.FINISHED_IGNORED,
     **{(state, Event.ABORTED): State.FINISHED_ABORTED for state in _LIVE},
     **{(state, Event.FAILED): State.FINISHED_ERROR for state in _LIVE},
 }
@@ -64,13 +86,20 @@ FINISH_REASON: dict[State, str] = {
     State.FINISHED_LENGTH: "length",
     State.FINISHED_ABORTED: "abort",
     State.FINISHED_ERROR: "error",
+    State.FINISHED_IGNORED: "error",
+    State.FINISHED_REPETITION: "repetition",
     State.FINISHED_HANDED_OFF: "",
 }
 """What `ChoiceDelta.finish_reason` says of each final state."""
 
 
+class IllegalEvent(Exception):
+    """An event that cannot happen to a sequence in its state."""
+
+
 def after(state: State, event: Event) -> State:
-    """Return the next state. Raises AssertionError for an event that cannot happen in this one."""
+    """Return the next state. Raises IllegalEvent for an event that cannot happen in this one."""
     following = TRANSITIONS.get((state, event))
-    assert following is not None, f"{event.name} cannot happen to a sequence that is {state.name}"
+    if following is None:
+        raise IllegalEvent(f"{event.name} cannot happen to a sequence that is {state.name}")
     return following

@@ -1,57 +1,62 @@
-"""Sequences that wait for a step: first come, first served, with O(1) removal of those that are aborted."""
+"""Sequences that wait for a step, in order: by rank, then by arrival."""
 
 import bisect
 from collections.abc import Iterator
 
-from pdmesh.engine.request import Sequence
+from pdmesh.engine.request import Order, Sequence
 
 
 class WaitingQueue:
-    """Two lines: those that had their turn before (preempted, fetched, freed choices), then those that are new.
+    """Two lines, each in order: those that hold blocks, which go first, since only a step gives these back; then the others.
 
-    Who returns has arrived before all who are new, so that the first line goes first and is kept in order of arrival.
+    Who is preempted holds nothing any more and returns to the place in the second line that its order gives it: first come,
+    first served, that is before all who are new.
     """
 
     def __init__(self) -> None:
-        self._returned: list[Sequence] = []
-        self._new: dict[tuple[int, int], Sequence] = {}
+        self._holding: list[Sequence] = []
+        self._others: list[Sequence] = []
+        self.num_new = 0
+        """Of those, the ones that have not had a turn yet."""
         self.num_tokens = 0
         """Tokens to compute of all that wait."""
 
     def __len__(self) -> int:
-        return len(self._returned) + len(self._new)
+        return len(self._holding) + len(self._others)
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self._returned
-        yield from self._new.values()
+        yield from self._holding
+        yield from self._others
 
-    @property
-    def num_new(self) -> int:
-        return len(self._new)
-
-    def push_new(self, sequence: Sequence) -> None:
-        self._new[sequence.order] = sequence
-        self.num_tokens += sequence.num_to_compute
-
-    def push_returned(self, sequence: Sequence) -> None:
-        bisect.insort(self._returned, sequence, key=_order)
+    def push(self, sequence: Sequence, *, is_new: bool = False) -> None:
+        sequence.is_holding, sequence.is_new = sequence.holds_blocks, is_new
+        bisect.insort(self._line_of(sequence), sequence, key=_order)
+        self.num_new += is_new
         self.num_tokens += sequence.num_to_compute
 
     def first(self) -> Sequence:
-        return self._returned[0] if self._returned else next(iter(self._new.values()))
+        return (self._holding or self._others)[0]
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is; it must be here."""
-        if self._new.pop(sequence.order, None) is None:
-            index = bisect.bisect_left(self._returned, sequence.order, key=_order)
-            assert self._returned[index] is sequence
-            del self._returned[index]
+        line = self._line_of(sequence)
+        index = bisect.bisect_left(line, sequence.order, key=_order)
+        assert line[index] is sequence
+        del line[index]
+        self.num_new -= sequence.is_new
+        sequence.is_new = False
         self.num_tokens -= sequence.num_to_compute
 
     def last_holder(self) -> Sequence | None:
-        """Return the last arrived of those that hold blocks."""
-        return next((sequence for sequence in reversed(self._returned) if sequence.holds_blocks), None)
+        """Return the last of those that hold blocks."""
+        return self._holding[-1] if self._holding else None
+
+    def holders(self) -> list[Sequence]:
+        return list(self._holding)
+
+    def _line_of(self, sequence: Sequence) -> list[Sequence]:
+        return self._holding if sequence.is_holding else self._others
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
+def _order(sequence: Sequence) -> Order:
     return sequence.order

@@ -326,16 +326,25 @@ def _view(offer: _Offer, groups: list[GroupBlocks] | None) -> OfferView:
     """Narrow an offer to the blocks a consumer names, with the generations the owner knows."""
     if not groups:
         return OfferView(groups=offer.groups, num_tokens=offer.num_tokens)
-    offered = {each.group: dict(zip(each.block_ids, each.generations, strict=True)) for each in offer.groups}
+    offered = {each.group: each for each in offer.groups}
     narrowed = []
     for wanted in groups:
-        known = offered.get(wanted.group, {})
+        of_group = offered.get(wanted.group, GroupBlocks(group=wanted.group, block_ids=[], generations=[]))
+        known = dict(zip(of_group.block_ids, of_group.generations, strict=True))
         if missing := [block_id for block_id in wanted.block_ids if block_id not in known]:
             raise Forbidden(f"{Reason.FOREIGN_BLOCKS}: block {missing[0]} is not in offer {offer.offer_id}")
         generations = [known[block_id] for block_id in wanted.block_ids]
         if wanted.generations and wanted.generations != generations:
             raise TransferFailed(f"{Reason.STALE}: blocks of offer {offer.offer_id} have newer content")
-        narrowed.append(GroupBlocks(group=wanted.group, block_ids=wanted.block_ids, generations=generations))
+        skipped = of_group.block_ids.index(wanted.block_ids[0]) if wanted.block_ids else 0
+        narrowed.append(
+            GroupBlocks(
+                group=wanted.group,
+                block_ids=wanted.block_ids,
+                generations=generations,
+                first_block=of_group.first_block + skipped,
+            )
+        )
     return OfferView(groups=narrowed, num_tokens=offer.num_tokens)
 
 
