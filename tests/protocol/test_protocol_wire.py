@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from pdmesh.errors import BY_CODE, ConfigError, InternalError, InvalidRequest, MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import wire
-from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, GroupBlocks, SamplingParams, TokenLogprobs
+from pdmesh.protocol.messages import (
+    ChoiceDelta,
+    GenerateRequest,
+    GroupBlocks,
+    RepetitionDetection,
+    SamplingParams,
+    ThinkingBudget,
+    TokenLogprobs,
+)
 from pdmesh.protocol.version import PROTOCOL_MAX, PROTOCOL_MIN, agree
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -25,6 +33,7 @@ number = st.floats(allow_nan=False)
 # The wire carries log-probabilities as float32.
 logprob = st.floats(allow_nan=False, width=32, max_value=0.0)
 text = st.text(max_size=10)
+scalar = st.integers(-(1 << 63), (1 << 64) - 1) | number | text
 logprobs = st.builds(
     TokenLogprobs, token_ids=st.lists(token, min_size=1, max_size=3), logprobs=st.lists(logprob, max_size=3), rank=count
 )
@@ -48,6 +57,10 @@ sampling = st.builds(
     logit_bias=st.dictionaries(token, number, max_size=3),
     allowed_token_ids=st.none() | tokens,
     bad_words_token_ids=st.lists(tokens, max_size=3),
+    repetition_detection=st.none()
+    | st.builds(RepetitionDetection, max_pattern_size=count, min_pattern_size=count, min_count=count),
+    thinking=st.none() | st.builds(ThinkingBudget, budget=count, start_token_ids=tokens, end_token_ids=tokens),
+    extra_args=st.dictionaries(text, st.booleans() | scalar | st.lists(scalar, max_size=3), max_size=3),
 )
 requests = st.builds(
     GenerateRequest,
@@ -59,7 +72,7 @@ requests = st.builds(
     prefill_only=st.booleans(),
     ticket=st.binary(max_size=8),
     cache_salt=text,
-    priority=st.integers(-(1 << 31), (1 << 31) - 1),
+    priority=st.integers(-(1 << 63), (1 << 63) - 1),
     deadline_s=st.integers(0, 10**9).map(lambda ms: ms / 1000),
 )
 error_code = st.sampled_from(["", *BY_CODE])
@@ -70,7 +83,7 @@ deltas = st.builds(
     token_ids=tokens,
     logprobs=st.lists(logprobs, max_size=3),
     prompt_logprobs=st.none() | st.lists(st.none() | logprobs, max_size=3),
-    finish_reason=st.sampled_from(["", "stop", "length", "abort", "error"]),
+    finish_reason=st.sampled_from(["", "stop", "length", "repetition", "abort", "error"]),
     stop_token_id=st.none() | token,
     ticket=st.binary(max_size=8),
     cached_tokens=count,
@@ -96,7 +109,16 @@ def test_deltas_survive(delta: ChoiceDelta) -> None:
     assert wire.delta_from_pb(pb.ChoiceDelta.FromString(sent)) == delta
 
 
-@given(st.builds(GroupBlocks, group=count, block_ids=tokens, generations=st.lists(st.integers(0, (1 << 64) - 1))))
+blocks_of_groups = st.builds(
+    GroupBlocks,
+    group=count,
+    block_ids=tokens,
+    generations=st.lists(st.integers(0, (1 << 64) - 1)),
+    first_block=count,
+)
+
+
+@given(blocks_of_groups)
 def test_blocks_survive(blocks: GroupBlocks) -> None:
     assert wire.blocks_from_pb(pb.BlockList.FromString(wire.blocks_to_pb(blocks).SerializeToString())) == blocks
 
@@ -116,8 +138,25 @@ def test_an_unknown_error_is_ours() -> None:
 
 def test_no_field_of_the_structs_is_forgotten_by_the_tests() -> None:
     """A field that someone adds to a struct must be added to the wire, and so to the strategies above."""
-    for kind, number in ((SamplingParams, 18), (GenerateRequest, 10), (ChoiceDelta, 16), (TokenLogprobs, 3)):
+    for kind, number in (
+        (SamplingParams, 21),
+        (RepetitionDetection, 3),
+        (ThinkingBudget, 3),
+        (GenerateRequest, 10),
+        (ChoiceDelta, 16),
+        (TokenLogprobs, 3),
+        (GroupBlocks, 4),
+    ):
         assert len(kind.__struct_fields__) == number, f"{kind.__name__} has changed: extend wire.py and this test"
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\xc1", b"\x01", wire.encode_extra_args({"x": {"nested": 1}})])
+def test_extra_arguments_that_are_none_are_the_clients_fault(data: bytes) -> None:
+    message = wire.request_to_pb(GenerateRequest(request_id="r", token_ids=[1], sampling=SamplingParams()))
+    message.sampling.extra_args = data
+    with pytest.raises(InvalidRequest, match="vllm_xargs cannot be read") as caught:
+        wire.request_from_pb(message)
+    assert caught.value.param == "vllm_xargs"
 
 
 def test_what_is_overdue_has_no_time_left() -> None:

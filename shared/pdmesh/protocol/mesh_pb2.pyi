@@ -189,6 +189,9 @@ class Sampling(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
+    REPETITION_DETECTION_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
+    EXTRA_ARGS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     temperature: _builtins.float
     top_p: _builtins.float
@@ -203,6 +206,8 @@ class Sampling(_message.Message):
     ignore_eos: _builtins.bool
     logprobs: _builtins.int
     prompt_logprobs: _builtins.int
+    extra_args: _builtins.bytes
+    """msgpack of a map from names to scalars and lists of scalars; empty: none"""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -211,6 +216,10 @@ class Sampling(_message.Message):
     def allowed_token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
+    @_builtins.property
+    def repetition_detection(self) -> Global___RepetitionDetection: ...
+    @_builtins.property
+    def thinking(self) -> Global___ThinkingBudget: ...
     def __init__(
         self,
         *,
@@ -232,10 +241,13 @@ class Sampling(_message.Message):
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         allowed_token_ids: Global___TokenIds | None = ...,
         bad_words: _abc.Iterable[Global___TokenIds] | None = ...,
+        repetition_detection: Global___RepetitionDetection | None = ...,
+        thinking: Global___ThinkingBudget | None = ...,
+        extra_args: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_detection", b"_repetition_detection", "_thinking", b"_thinking", "allowed_token_ids", b"allowed_token_ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "repetition_detection", b"repetition_detection", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_detection", b"_repetition_detection", "_thinking", b"_thinking", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "extra_args", b"extra_args", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_detection", b"repetition_detection", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking", b"thinking", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__allowed_token_ids: _TypeAlias = _typing.Literal["allowed_token_ids"]  # noqa: Y015
     _WhichOneofArgType__allowed_token_ids: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids"]  # noqa: Y015
@@ -243,14 +255,74 @@ class Sampling(_message.Message):
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_detection: _TypeAlias = _typing.Literal["repetition_detection"]  # noqa: Y015
+    _WhichOneofArgType__repetition_detection: _TypeAlias = _typing.Literal["_repetition_detection", b"_repetition_detection"]  # noqa: Y015
+    _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
+    _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__allowed_token_ids) -> _WhichOneofReturnType__allowed_token_ids | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_detection) -> _WhichOneofReturnType__repetition_detection | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking) -> _WhichOneofReturnType__thinking | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class RepetitionDetection(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_PATTERN_SIZE_FIELD_NUMBER: _builtins.int
+    MIN_PATTERN_SIZE_FIELD_NUMBER: _builtins.int
+    MIN_COUNT_FIELD_NUMBER: _builtins.int
+    max_pattern_size: _builtins.int
+    min_pattern_size: _builtins.int
+    min_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        max_pattern_size: _builtins.int = ...,
+        min_pattern_size: _builtins.int = ...,
+        min_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_pattern_size", b"max_pattern_size", "min_count", b"min_count", "min_pattern_size", b"min_pattern_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RepetitionDetection: _TypeAlias = RepetitionDetection  # noqa: Y015
+
+@_typing.final
+class ThinkingBudget(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUDGET_FIELD_NUMBER: _builtins.int
+    START_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    budget: _builtins.int
+    @_builtins.property
+    def start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        budget: _builtins.int = ...,
+        start_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "end_token_ids", b"end_token_ids", "start_token_ids", b"start_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ThinkingBudget: _TypeAlias = ThinkingBudget  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -271,6 +343,7 @@ class GenerateRequest(_message.Message):
     ticket: _builtins.bytes
     cache_salt: _builtins.str
     priority: _builtins.int
+    """lower is earlier"""
     remaining_ms: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -692,7 +765,10 @@ class BlockList(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     group: _builtins.int
+    first_block: _builtins.int
+    """index, in the request, of the first: a sliding window needs only its last blocks"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -703,10 +779,11 @@ class BlockList(_message.Message):
         group: _builtins.int = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         generations: _abc.Iterable[_builtins.int] | None = ...,
+        first_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "generations", b"generations", "group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "first_block", b"first_block", "generations", b"generations", "group", b"group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,10 @@ MAX_GROUPS = MAX_BLOCK_IDS = 1 << 32
 MAX_GENERATIONS = 1 << 64
 
 
+ExtraArg = bool | int | float | str | list[int | float | str]
+ExtraArgs = dict[str, ExtraArg]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen; already validated and resolved (no field is "use the default" any more)."""
 
@@ -40,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words_token_ids: list[list[int]] = []
     repetition_detection: "RepetitionDetection | None" = None
     thinking: "ThinkingBudget | None" = None
-    extra_args: dict[str, bool | int | float | str | list[int | float | str]] = {}
+    extra_args: ExtraArgs = {}
     """`vllm_xargs`: for custom logits processors."""
 
 
@@ -143,7 +147,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Once, on the first delta of choice 0: one per prompt token, the first None."""
     finish_reason: str = ""
-    """"" while it goes on; else stop, length, abort or error."""
+    """"" while it goes on; else stop, length, repetition, abort or error."""
     stop_token_id: int | None = None
     """The token that ended it when that was a stop_token_ids entry (None for EOS)."""
     ticket: bytes = b""

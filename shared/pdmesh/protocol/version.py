@@ -1,6 +1,9 @@
 """Which version of the wire two services speak: each states a range, the highest common version is used.
 
 Ranges, never equality: during a rolling upgrade old and new services work together as long as their ranges meet.
+A field that is added within a version means, where it is not sent, what was meant before it was there; what has to be
+understood to be safe makes a new version. Added to version 1 after its first build: Sampling.repetition_detection, .thinking and
+.extra_args, a 64-bit GenerateRequest.priority, BlockList.first_block (0 wherever groups are full).
 """
 
 from pdmesh.errors import HandshakeRefused

@@ -3,9 +3,24 @@
 Deadlines cross as remaining whole milliseconds. "Not set" and "zero" stay apart wherever the structs keep them apart.
 """
 
-from pdmesh.errors import MeshError, from_code
+import msgspec
+
+from pdmesh.errors import InvalidRequest, MeshError, from_code
 from pdmesh.protocol import mesh_pb2 as pb
-from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, GroupBlocks, SamplingParams, TokenLogprobs
+from pdmesh.protocol.messages import (
+    ChoiceDelta,
+    ExtraArgs,
+    GenerateRequest,
+    GroupBlocks,
+    RepetitionDetection,
+    SamplingParams,
+    ThinkingBudget,
+    TokenLogprobs,
+)
+
+encode_extra_args = msgspec.msgpack.Encoder().encode
+"""`SamplingParams.extra_args` as the wire has them: integers keep their 64 bits, which JSON's readers and `Struct` lose."""
+_decode_extra_args = msgspec.msgpack.Decoder(ExtraArgs).decode
 
 
 def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
@@ -94,12 +109,22 @@ def delta_from_pb(message: pb.ChoiceDelta) -> ChoiceDelta:
 
 def blocks_to_pb(blocks: GroupBlocks) -> pb.BlockList:
     """Encode one group's blocks."""
-    return pb.BlockList(group=blocks.group, block_ids=blocks.block_ids, generations=blocks.generations)
+    return pb.BlockList(
+        group=blocks.group,
+        block_ids=blocks.block_ids,
+        generations=blocks.generations,
+        first_block=blocks.first_block,
+    )
 
 
 def blocks_from_pb(message: pb.BlockList) -> GroupBlocks:
     """Decode one group's blocks."""
-    return GroupBlocks(group=message.group, block_ids=list(message.block_ids), generations=list(message.generations))
+    return GroupBlocks(
+        group=message.group,
+        block_ids=list(message.block_ids),
+        generations=list(message.generations),
+        first_block=message.first_block,
+    )
 
 
 def error_to_pb(error: MeshError) -> pb.ErrorInfo:
@@ -138,6 +163,9 @@ def _sampling_to_pb(sampling: SamplingParams) -> pb.Sampling:
         logit_bias=sampling.logit_bias,
         allowed_token_ids=None if allowed is None else pb.TokenIds(ids=allowed),
         bad_words=[pb.TokenIds(ids=ids) for ids in sampling.bad_words_token_ids],
+        repetition_detection=_repetition_to_pb(sampling.repetition_detection),
+        thinking=_thinking_to_pb(sampling.thinking),
+        extra_args=encode_extra_args(sampling.extra_args) if sampling.extra_args else b"",
     )
 
 
@@ -161,7 +189,53 @@ def _sampling_from_pb(message: pb.Sampling) -> SamplingParams:
         logit_bias=dict(message.logit_bias),
         allowed_token_ids=list(message.allowed_token_ids.ids) if message.HasField("allowed_token_ids") else None,
         bad_words_token_ids=[list(tokens.ids) for tokens in message.bad_words],
+        repetition_detection=_repetition_from_pb(message) if message.HasField("repetition_detection") else None,
+        thinking=_thinking_from_pb(message) if message.HasField("thinking") else None,
+        extra_args=_extra_args_from_pb(message.extra_args) if message.extra_args else {},
     )
+
+
+def _repetition_to_pb(detection: RepetitionDetection | None) -> pb.RepetitionDetection | None:
+    if detection is None:
+        return None
+    return pb.RepetitionDetection(
+        max_pattern_size=detection.max_pattern_size,
+        min_pattern_size=detection.min_pattern_size,
+        min_count=detection.min_count,
+    )
+
+
+def _repetition_from_pb(message: pb.Sampling) -> RepetitionDetection:
+    detection = message.repetition_detection
+    return RepetitionDetection(
+        max_pattern_size=detection.max_pattern_size,
+        min_pattern_size=detection.min_pattern_size,
+        min_count=detection.min_count,
+    )
+
+
+def _thinking_to_pb(thinking: ThinkingBudget | None) -> pb.ThinkingBudget | None:
+    if thinking is None:
+        return None
+    return pb.ThinkingBudget(
+        budget=thinking.budget, start_token_ids=thinking.start_token_ids, end_token_ids=thinking.end_token_ids
+    )
+
+
+def _thinking_from_pb(message: pb.Sampling) -> ThinkingBudget:
+    thinking = message.thinking
+    return ThinkingBudget(
+        budget=thinking.budget,
+        start_token_ids=list(thinking.start_token_ids),
+        end_token_ids=list(thinking.end_token_ids),
+    )
+
+
+def _extra_args_from_pb(data: bytes) -> ExtraArgs:
+    try:
+        return _decode_extra_args(data)
+    except msgspec.MsgspecError as exc:
+        raise InvalidRequest(f"vllm_xargs cannot be read: {exc}", param="vllm_xargs") from exc
 
 
 def _logprobs_to_pb(entry: TokenLogprobs) -> pb.Logprobs:

@@ -19,7 +19,6 @@ from pdmesh.engine.server.submission import Submission
 from pdmesh.errors import InternalError, MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
-from pdmesh.protocol.messages import GenerateRequest
 from pdmesh.protocol.wire import delta_to_pb, request_from_pb
 
 log = logging.getLogger(__name__)
@@ -108,7 +107,7 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
         try:
             async for frame in _messages(context):
                 for message in frame.requests:
-                    self._submit(session, request_from_pb(message))
+                    self._submit(session, message)
             session.finish()
         except Undecodable:
             session.end(Broken.STREAM)
@@ -117,14 +116,14 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
             self._unexpected("data_stream", exc)
             session.end(Broken.STREAM)
 
-    def _submit(self, session: Session, request: GenerateRequest) -> None:
+    def _submit(self, session: Session, message: pb.GenerateRequest) -> None:
         try:
-            self._submission.submit(request, session)
+            self._submission.submit(request_from_pb(message), session)
         except Exception as exc:
             # A request's fault is its own: the session's others go on.
             error = exc if isinstance(exc, MeshError) else self._unexpected("submit", exc)
-            for choice in request.choices or [0]:
-                session.put(error_delta(request.request_id, choice, error))
+            for choice in message.choices or [0]:
+                session.put(error_delta(message.request_id, choice, error))
 
     async def _read_control(self, session_id: str, context: Context, writes: OrderlyWrites) -> None:
         async for message in _messages(context):
