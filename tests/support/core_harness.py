@@ -8,11 +8,15 @@ from typing import ClassVar
 from pdmesh.connector.base import WorkerConnector
 from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
 from pdmesh.engine.admission import Limits
-from pdmesh.engine.backend import ProgressCallback
+from pdmesh.engine.backend import Backend, ProgressCallback
+from pdmesh.engine.block_hash import BlockHasher
 from pdmesh.engine.block_key import root_key
 from pdmesh.engine.block_pool import BlockPool
 from pdmesh.engine.core import Core
-from pdmesh.engine.kv_manager import KVGroup, KVManager
+from pdmesh.engine.executor import Executor
+from pdmesh.engine.kv_events import KVEventLog
+from pdmesh.engine.kv_groups import KVGroup
+from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.links import Links
 from pdmesh.engine.messages import AddRequest, ConnectPeer, FromCore, PeerConnected, Shutdown, StepOutput, ToCore
 from pdmesh.engine.runner import Runner
@@ -33,13 +37,17 @@ class CoreHarness:
         num_blocks: int = 64,
         block_size: int = 4,
         enable_prefix_caching: bool = True,
+        is_async: bool = True,
+        windows: list[int] | None = None,
+        with_events: bool = False,
         connectors: dict[str, WorkerConnector] | None = None,
-        **limits: int,
+        backend: Backend | None = None,
+        model: str = "",
+        **limits: float,
     ) -> None:
-        self.backend = FakeBackend(block_size)
-        info = self.backend.load("", "auto", None, ProgressCallback())
-        spec = info.groups[0]
-        shape = PoolShape(num_blocks, spec.block_bytes)
+        self.backend = backend or FakeBackend(block_size, windows=windows or [0])
+        info = self.backend.load(model, "auto", block_size, ProgressCallback())
+        shape = PoolShape(num_blocks, info.groups[0].block_bytes)
         fd = create_pool_file("test")
         size_pool_file(fd, shape)
         self.pool = KVPool(fd, shape, writable=True)
@@ -50,21 +58,34 @@ class CoreHarness:
         self.connectors = connectors or {}
         self.metadata = {name: connector.register(self.pool) for name, connector in self.connectors.items()}
         self.links = Links(self.connectors)
-        group = KVGroup(
-            blocks=BlockPool(num_blocks, self.pool),
-            block_size=block_size,
-            root=root_key(info.fingerprint, spec.fingerprint, 0),
-        )
         eos = frozenset(info.eos_token_ids)
         values = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "max_model_len": 200} | limits
-        self.scheduler = Scheduler(
-            KVManager([group], enable_prefix_caching=enable_prefix_caching),
-            Limits(vocab_size=info.vocab_size, eos_token_ids=eos, **values),
+        self.limits = Limits(vocab_size=info.vocab_size, eos_token_ids=eos, **values)
+        groups = [KVGroup(block_size, spec.kind, spec.window) for spec in info.groups]
+        self.events = KVEventLog(groups) if with_events else None
+        kv = KVManager(
+            groups,
+            BlockPool(num_blocks, len(groups), self.pool, self.events),
+            BlockHasher("sha256", "", block_size),
+            max_chunk_tokens=self.limits.max_num_batched_tokens,
+            tier_root=root_key(info.fingerprint, info.groups[0].fingerprint, 0),
+            enable_prefix_caching=enable_prefix_caching,
+            events=self.events,
         )
+        self.scheduler = Scheduler(kv, self.limits)
         self.sent: list[FromCore] = []
         self._inbox = _ScriptedInbox()
         self.opened.append(self)
-        self._core = Core(self.scheduler, Runner(self.backend, eos), self.links, self._inbox, self.sent.append)
+        runner = Runner(
+            self.backend,
+            num_rows=self.limits.max_num_seqs,
+            max_model_len=self.limits.max_model_len,
+            num_groups=len(groups),
+            block_size=block_size,
+            eos_token_ids=eos,
+        )
+        self.executor = Executor(runner, is_async=is_async)
+        self._core = Core(self.scheduler, self.executor, self.links, self._inbox, self.sent.append, self.events)
 
     def send(self, *messages: ToCore) -> None:
         self._inbox.messages += messages
@@ -78,6 +99,7 @@ class CoreHarness:
         self.send(*messages)
         self._inbox.links = self.links
         self._inbox.scheduler = self.scheduler
+        self._inbox.executor = self.executor
         start = len(self.sent)
         self._core._is_stopping = False
         self._core.run()
@@ -118,6 +140,7 @@ class CoreHarness:
 
     def close(self) -> None:
         self.opened.remove(self)
+        self.executor.close()
         self.links.close()
         self.backend.close()
         self.pool.close()
@@ -147,14 +170,15 @@ class _ScriptedInbox:
         self.messages: list[ToCore] = []
         self.links: Links
         self.scheduler: Scheduler
+        self.executor: Executor
 
     def drain(self) -> Iterable[ToCore]:
         taken, self.messages = self.messages, []
         return taken
 
     def wait(self, descriptors: list[int]) -> None:
-        is_busy = self.scheduler.state.ledger.num_loads > 0
+        is_busy = self.scheduler.state.ledger.num_loads > 0 or not self.executor.is_idle
         readable, _, _ = select.select(descriptors, [], [], 10 if is_busy else 0)
         if not readable:
-            assert not is_busy, "a pull did not end"
+            assert not is_busy, "a pull or a step did not end"
             self.messages.append(Shutdown())
