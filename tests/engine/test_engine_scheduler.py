@@ -3,7 +3,7 @@
 import pytest
 
 from pdmesh.connector.base import PullResult
-from pdmesh.engine.admission import Limits
+from pdmesh.engine.limits import Limits
 from pdmesh.engine.block_pool import BlockPool
 from pdmesh.engine.kv_manager import KVGroup, KVManager
 from pdmesh.engine.progress import RowResult

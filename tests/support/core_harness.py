@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pdmesh.connector.base import WorkerConnector
 from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
-from pdmesh.engine.admission import Limits
+from pdmesh.engine.limits import Limits
 from pdmesh.engine.backend import Backend, ProgressCallback
 from pdmesh.engine.block_hash import BlockHasher
 from pdmesh.engine.block_key import root_key

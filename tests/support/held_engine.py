@@ -118,6 +118,7 @@ async def held_engine(core: HeldCore, **settings: Any) -> AsyncIterator[Engine]:
             core_peers=core_peers,
             peers=peers,
             tasks=tasks,
+            publisher=None,
         )
         running = [tasks.create_task(engine.outputs.run(core)), tasks.create_task(engine.handoff.owner.run())]  # type: ignore[arg-type]
         yield engine

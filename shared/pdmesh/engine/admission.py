@@ -1,42 +1,83 @@
 """What the core accepts: every request is checked once, here, so that nothing behind it meets data it cannot work with."""
 
-from dataclasses import dataclass
+import time
 
 import numpy as np
 
-from pdmesh.engine.messages import AddRequest
+from pdmesh.engine.engine_state import EngineState
+from pdmesh.engine.limits import Limits
+from pdmesh.engine.messages import AddRequest, TransferEnded
 from pdmesh.engine.sampling_limits import check_sampling
-from pdmesh.errors import InvalidRequest
+from pdmesh.errors import RETRY_AFTER_S, InvalidRequest, MeshError, Overloaded
+from pdmesh.protocol.messages import ChoiceDelta
 
 # The noise counts choices in 32 bits.
 CHOICE_RANGE = 1 << 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What the scheduler must keep to; resolved from configuration, model and pool."""
+class Admission:
+    """Decides what may join the queue, and where in the order it stands."""
 
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    max_num_active_seqs: int = 0
-    """0: as many as `max_num_seqs`."""
-    long_prefill_token_threshold: int = 0
-    """0 is off."""
-    is_threshold_adaptive: bool = False
-    max_num_partial_prefills: int = 0
-    """0 is off."""
-    by_priority: bool = False
-    priority_aging_s: float = 0.0
-    """0: strict."""
-    watermark_blocks: int = 0
-    max_num_queued_reqs: int = 4096
-    """Requests, each choice counted."""
-    max_num_queued_tokens: int = 0
-    """Prompt tokens of requests whose prompt is not computed; 0: no limit."""
-    stream_interval: int = 1
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._limits = state.limits
+
+    def check(self, add: AddRequest) -> None:
+        """Raise InvalidRequest for a request that can never be served, Overloaded for one that finds the queue full."""
+        request, state, limits = add.request, self._state, self._limits
+        if request.request_id in state.requests:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
+        check_request(add, limits)
+        num_queued, most = state.num_queued, limits.max_num_queued_reqs
+        if num_queued + len(request.choices) > most:
+            raise Overloaded(
+                f"{num_queued} requests and choices are waiting already, at most {most} may (max-num-queued-reqs)",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        num_tokens, most = state.num_uncomputed_tokens, limits.max_num_queued_tokens
+        # A prompt that is longer than the limit is served when it is alone.
+        if most and num_tokens and num_tokens + len(request.token_ids) > most:
+            raise Overloaded(
+                f"prompts of {num_tokens} tokens wait already, at most {most} may (max-num-queued-tokens)",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def rank(self, add: AddRequest) -> float:
+        """Return what orders requests before their arrival does.
+
+        With aging, a request that came `priority_aging_s` later is worth one step of priority less: all age alike, so that
+        the order never changes, and what may come before a request is bounded.
+        """
+        if not self._limits.by_priority:
+            return 0.0
+        if self._limits.priority_aging_s:
+            return time.monotonic() + add.request.priority * self._limits.priority_aging_s
+        return float(add.request.priority)
+
+    def refuse(self, add: AddRequest, error: MeshError) -> None:
+        """Answer a request that is not taken in: an error for each choice, and an end for its source."""
+        outbox = self._state.outbox
+        for choice in add.request.choices:
+            outbox.deltas.append(
+                ChoiceDelta(
+                    request_id=add.request.request_id,
+                    choice=choice,
+                    finish_reason="error",
+                    error_code=error.code,
+                    error_message=error.message,
+                    error_param=error.param or "",
+                )
+            )
+        if add.source is not None:
+            outbox.transfers.append(
+                TransferEnded(
+                    transfer_id=add.source.transfer_id,
+                    peer_id=add.source.peer_id,
+                    request_id=add.request.request_id,
+                    committed=False,
+                    reason="refused",
+                )
+            )
 
 
 def check_request(add: AddRequest, limits: Limits) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdmesh.connector.ledger import BlockLists, Ledger
-from pdmesh.engine.admission import Limits
 from pdmesh.engine.kv_manager import KVManager
+from pdmesh.engine.limits import Limits
 from pdmesh.engine.messages import Stats, TransferEnded
 from pdmesh.engine.outbox import Outbox
 from pdmesh.engine.plan import NO_BLOCK
@@ -87,6 +87,18 @@ class EngineState:
         if not request.is_prompt_computed:
             request.is_prompt_computed = True
             self.num_uncomputed_tokens -= request.num_prompt
+
+    def begin_grammar(self, sequence: Sequence) -> None:
+        """Take a sequence out of the line until its grammar is compiled."""
+        sequence.apply(Event.GRAMMAR_STARTED)
+        self.waiting.remove(sequence)
+        self.compiling[sequence.request.request_id] = sequence
+
+    def end_grammar(self, sequence: Sequence) -> None:
+        """Let a sequence whose grammar is compiled back into the line, to its place."""
+        sequence.apply(Event.GRAMMAR_READY)
+        del self.compiling[sequence.request.request_id]
+        self.waiting.push(sequence, is_new=True)
 
     def sequence_of(self, request: Request, choice: int) -> Sequence | None:
         """Return a live choice's sequence, made now for one that has not started; it must be moved on at once."""

@@ -6,21 +6,20 @@ A step may be planned while the one before it still runs: its token counts are k
 """
 
 import logging
-import time
 from dataclasses import dataclass, field
 
 from pdmesh.connector.base import PullResult
-from pdmesh.engine.admission import Limits, check_request
+from pdmesh.engine.admission import Admission
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.kv_manager import KVManager
-from pdmesh.engine.messages import AddRequest, TransferEnded
+from pdmesh.engine.limits import Limits
+from pdmesh.engine.messages import AddRequest
 from pdmesh.engine.plan import BlockUpdate, NewRow, StepPlan, StepResult
 from pdmesh.engine.progress import Progress, end_of
 from pdmesh.engine.remote_kv import Begun, RemoteKV
 from pdmesh.engine.request import Request, Sequence
 from pdmesh.engine.states import Event, IllegalEvent
-from pdmesh.errors import RETRY_AFTER_S, InternalError, InvalidRequest, MeshError, Overloaded
-from pdmesh.protocol.messages import ChoiceDelta
+from pdmesh.errors import InternalError, MeshError, Overloaded
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +47,7 @@ class Scheduler:
         self.state = EngineState(kv, limits)
         self._limits = limits
         self._max_active = limits.max_num_active_seqs or limits.max_num_seqs
+        self._admission = Admission(self.state)
         self._remote = RemoteKV(self.state)
         self._progress = Progress(self.state, self._remote)
         self._num_requests = 0
@@ -60,12 +60,12 @@ class Scheduler:
     def add(self, add: AddRequest) -> None:
         """Take a request in. A bad or surplus one is answered with an error for each of its choices, never raised."""
         try:
-            self._check(add)
+            self._admission.check(add)
         except MeshError as exc:
-            self._refuse(add, exc)
+            self._admission.refuse(add, exc)
             return
         self._num_requests += 1
-        request = Request(add, self._num_requests, len(self.state.kv.groups), rank=self._rank(add))
+        request = Request(add, self._num_requests, len(self.state.kv.groups), rank=self._admission.rank(add))
         self.state.enqueue(request)
         for choice, tokens in zip(add.request.choices, add.request.emitted, strict=False):
             if self._progress.is_at_end(request, len(tokens)):
@@ -89,6 +89,23 @@ class Scheduler:
         sequence = self._remote.end(result, connector)
         if sequence is not None:
             self._progress.note_prompt(sequence)
+
+    def begin_grammar(self, request_id: str) -> None:
+        """Let a request that waits wait for its grammar instead, which is compiled elsewhere, until `end_grammar`."""
+        request = self.state.requests.get(request_id)
+        if request is not None:
+            self.state.begin_grammar(request.lead)
+
+    def end_grammar(self, request_id: str, error: MeshError | None = None) -> None:
+        """Let a request whose grammar is compiled go on in its place, or end it; unknown ones have ended already."""
+        sequence = self.state.compiling.get(request_id)
+        if sequence is None:
+            return
+        if error is None:
+            self.state.end_grammar(sequence)
+            return
+        for choice in _choices_of(sequence.request):
+            self._finish(sequence.request, choice, Event.FAILED, error=error)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV. Requests that live go on, but what they compute is not cached any more."""
@@ -138,7 +155,7 @@ class Scheduler:
         if add.request.request_id in self.state.requests:
             self.fail_request(add.request.request_id, message)
         else:
-            self._refuse(add, InternalError(message))
+            self._admission.refuse(add, InternalError(message))
 
     def fail_request(self, request_id: str, message: str) -> None:
         """End all choices of a request with an InternalError."""
@@ -321,63 +338,6 @@ class Scheduler:
         log.error("request %s met a bug of the engine", sequence.request.request_id, exc_info=exc)
         self.state.counters.illegal_events += 1
         self.fail_request(sequence.request.request_id, f"the engine met a bug: {exc}")
-
-    # ---- admission ------------------------------------------------------------------------------
-
-    def _rank(self, add: AddRequest) -> float:
-        """Return what orders requests before their arrival does.
-
-        With aging, a request that came `priority_aging_s` later is worth one step of priority less: all age alike, so that
-        the order never changes, and what may come before a request is bounded.
-        """
-        if not self._limits.by_priority:
-            return 0.0
-        if self._limits.priority_aging_s:
-            return time.monotonic() + add.request.priority * self._limits.priority_aging_s
-        return float(add.request.priority)
-
-    def _check(self, add: AddRequest) -> None:
-        request, state, limits = add.request, self.state, self._limits
-        if request.request_id in state.requests:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        check_request(add, limits)
-        num_queued, most = state.num_queued, limits.max_num_queued_reqs
-        if num_queued + len(request.choices) > most:
-            raise Overloaded(
-                f"{num_queued} requests and choices are waiting already, at most {most} may (max-num-queued-reqs)",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        num_tokens, most = state.num_uncomputed_tokens, limits.max_num_queued_tokens
-        # A prompt that is longer than the limit is served when it is alone.
-        if most and num_tokens and num_tokens + len(request.token_ids) > most:
-            raise Overloaded(
-                f"prompts of {num_tokens} tokens wait already, at most {most} may (max-num-queued-tokens)",
-                retry_after_s=RETRY_AFTER_S,
-            )
-
-    def _refuse(self, add: AddRequest, error: MeshError) -> None:
-        outbox = self.state.outbox
-        for choice in add.request.choices:
-            outbox.deltas.append(
-                ChoiceDelta(
-                    request_id=add.request.request_id,
-                    choice=choice,
-                    finish_reason="error",
-                    error_code=error.code,
-                    error_message=error.message,
-                    error_param=error.param or "",
-                )
-            )
-        if add.source is not None:
-            outbox.transfers.append(
-                TransferEnded(
-                    transfer_id=add.source.transfer_id,
-                    peer_id=add.source.peer_id,
-                    request_id=add.request.request_id,
-                    committed=False,
-                    reason="refused",
-                )
-            )
 
 
 def _choices_of(request: Request) -> list[int]:
