@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pdmesh.openai.generator import BEAM_SEARCH
 from pdmesh_proxy.view import ClusterView, EngineView
 
 # An assumption, not a measurement: only the order of engines depends on it. One more sequence in every step is taken to
@@ -46,6 +47,8 @@ class Reason(StrEnum):
     """The same of decode engines."""
     HANDOFF = "handoff"
     """Prefill is done; decode takes over with the ticket."""
+    BEAM_SEARCH = BEAM_SEARCH
+    """One engine serves all steps of it, so that each finds the one before in its prefix cache."""
     RESUMED = "resumed"
     """Tokens were emitted; another engine goes on from them."""
 
@@ -66,6 +69,10 @@ class RequestFacts:
     """Every position's logprobs are still to be reported, so every position is computed: nothing counts as cached."""
     started: bool = False
     """Prefill has ended for this request: tokens may have been emitted."""
+    beam_search: bool = False
+    """Served whole, by one engine for all its steps."""
+    preferred_engine: str = ""
+    """engine_id that served the step before."""
     offer_owner: str = ""
     """Process (`peer_id`) with a live offer of the prompt's KV."""
     model_fingerprint: str = ""
@@ -98,6 +105,11 @@ def route(facts: RequestFacts, view: ClusterView, *, pd_min_prompt_tokens: int) 
     decodes = [engine for engine in usable if engine.can_decode]
     if facts.started:
         return _go_on(facts, view, prefills, decodes)
+    if facts.beam_search and decodes:
+        known = [engine for engine in decodes if engine.engine_id == facts.preferred_engine]
+        return _whole(facts, known or decodes, Reason.BEAM_SEARCH)
+    if facts.beam_search:
+        return _whole(facts, prefills, _why_no_decode(facts, view))
     if prefills and facts.max_tokens <= 1:
         return Decision(prefill=_cheapest(prefills, _prefill_cost(facts)), decode=None, reason=Reason.SINGLE_TOKEN)
     if not decodes:

@@ -122,6 +122,8 @@ class RunningRequest:
             max_tokens=sampling.max_tokens,
             needs_prompt_logprobs=sampling.prompt_logprobs is not None and not self._prompt_logprobs_sent,
             started=self.started,
+            beam_search=self.request.beam_search,
+            preferred_engine=self.request.preferred_engine,
             offer_owner=self.offer.peer_id if self.offer is not None and self.offer.live else "",
             model_fingerprint=self.model_fingerprint,
             cached_tokens=self.cached_on,

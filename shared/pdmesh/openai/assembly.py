@@ -18,6 +18,7 @@ from pdmesh.openai.intake.size import check_size
 from pdmesh.openai.job import Job
 from pdmesh.openai.metrics import ApiMetrics
 from pdmesh.openai.run.answer import AnswerRun
+from pdmesh.openai.run.beam_answer import BeamRun
 from pdmesh.openai.run.choice import TextOptions
 from pdmesh.openai.schemas import GenerationBody
 from pdmesh.openai.text import StopStrings, TextModel
@@ -83,6 +84,15 @@ class Assembler:
             logprobs=asked.logprobs,
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
         )
+        if body.use_beam_search:
+            return BeamRun(
+                generator=self._generator,
+                text=self._text,
+                prompts=asked.prompts,
+                requests=requests,
+                options=options,
+                length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+            )
         return AnswerRun(
             generator=self._generator, text=self._text, prompts=asked.prompts, requests=requests, options=options
         )

@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 
 from pdmesh.protocol.messages import ChoiceDelta, SamplingParams
 
+DIRECT = "direct"
+"""Reason in the debug header of a request that came to its engine without a mesh."""
+BEAM_SEARCH = "beam_search"
+"""Reason in the debug header of a request that one engine serves whole because it is a beam search."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
@@ -47,6 +52,10 @@ class TokenRequest:
     deadline_s: float = 600.0
     kv_transfer_params: dict[str, object] | None = None
     """vLLM's names; only engines' HTTP ports accept them."""
+    beam_search: bool = False
+    """A step of a beam search: one engine serves it whole, and the next steps profit from its prefix cache."""
+    preferred_engine: str = ""
+    """engine_id that served the step before; another one is taken when it cannot serve."""
     trace: Trace = field(default_factory=Trace)
 
 

@@ -14,7 +14,7 @@ from pdmesh.engine.server.requests import RunningRequest, Sink
 from pdmesh.engine.server.submission import StockLeg, Submission
 from pdmesh.engine.server.transfer_params import check_prompt, parse, remote_kv
 from pdmesh.errors import Overloaded, from_code
-from pdmesh.openai.generator import Generator, ModelCard, TokenRequest, Trace
+from pdmesh.openai.generator import DIRECT, Generator, ModelCard, TokenRequest, Trace
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
 
 # A client that reads nothing while this many deltas arrive is gone or hopeless.
@@ -110,7 +110,7 @@ class LocalGenerator(Generator):
             trace.decode = self._identity.engine_id
         if leg.remote is not None:
             trace.prefill = leg.remote.engine_id
-        trace.reason = "kv_transfer_params" if leg.offer or leg.remote is not None else "direct"
+        trace.reason = "kv_transfer_params" if leg.offer or leg.remote is not None else DIRECT
         trace.cached_tokens = running.num_cached
         trace.kv_source = running.kv_source
         trace.kv_bytes = running.kv_bytes

@@ -84,6 +84,12 @@ def fit_prompt(token_ids: list[int], body: GenerationBody, card: ModelCard, max_
             keep = max(1, card.max_model_len - (max_tokens or 1))
         if len(token_ids) > keep:
             token_ids = token_ids[:keep] if body.truncation_side == "right" else token_ids[len(token_ids) - keep :]
+    check_prompt(token_ids, card)
+    return token_ids
+
+
+def check_prompt(token_ids: list[int], card: ModelCard) -> None:
+    """Refuse a prompt that is empty, holds unknown ids or is longer than the context. Raises InvalidRequest."""
     if not token_ids:
         raise InvalidRequest(EMPTY, param="prompt")
     check_token_ids("prompt", token_ids, card.vocab_size)
@@ -94,7 +100,6 @@ def fit_prompt(token_ids: list[int], body: GenerationBody, card: ModelCard, max_
             "output tokens.",
             param="input_tokens",
         )
-    return token_ids
 
 
 def resolve_max_tokens(

@@ -1,5 +1,6 @@
 """What turns text into token ids and back for one model; the only part of pdmesh that knows its language."""
 
+import copy
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -29,7 +30,14 @@ class TextModel:
         self.eos_token_ids = eos_token_ids
         self._tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
-        self._template = ChatTemplate(chat_template, special_tokens or {}) if chat_template else None
+        self._special_tokens = special_tokens or {}
+        self._template = ChatTemplate(chat_template, self._special_tokens) if chat_template else None
+
+    def with_chat_template(self, source: str) -> "TextModel":
+        """Return the same model with another chat template. Raises ConfigError when it does not compile."""
+        other = copy.copy(self)
+        other._template = ChatTemplate(source, self._special_tokens)
+        return other
 
     @property
     def vocab_size(self) -> int:
