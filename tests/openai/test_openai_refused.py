@@ -44,14 +44,24 @@ RANGES: list[tuple[str, Any]] = [
     *[("priority", value) for value in (2**63, 1.5)],
     *[("stream", value) for value in ("yes", 1)],
     *[("suffix", value) for value in ("x",)],
-    *[("use_beam_search", value) for value in (True,)],
     *[("structured_outputs", value) for value in ({"choice": ["a"]},)],
     *[("response_format", value) for value in ({"type": "json_object"}, {"type": "json_schema"}, {}, "x")],
     *[("prompt_embeds", value) for value in ("AAAA",)],
     *[("guided_json", value) for value in ({"type": "object"},)],
     *[("best_of", value) for value in (3,)],
-    *[("vllm_xargs", value) for value in ({"x": 2**64},)],
-    *[("thinking_token_budget", value) for value in (5,)],
+    *[
+        ("vllm_xargs", {"x": value})
+        for value in (2**64, -(2**63) - 1, [2**64], None, {"y": 1}, [[1]], [True], "y" * 20_000)
+    ],
+    *[("vllm_xargs", value) for value in ([1], "x", 5)],
+    *[("thinking_token_budget", value) for value in (5, 0, -2, 2**31, 1.5, "5", True)],
+    *[("repetition_detection", value) for value in (5, [], {"max_pattern_size": -1}, {"max_pattern_size": 2**31})],
+    *[("repetition_detection", {"max_pattern_size": 3, "min_count": value}) for value in (0, 1, -1, None, 2.5, "3")],
+    *[
+        ("repetition_detection", {"max_pattern_size": 3, "min_pattern_size": value, "min_count": 2})
+        for value in (4, -1)
+    ],
+    *[("repetition_detection", value) for value in ({"min_pattern_size": 1}, {"patern": 1})],
     *[("logprob_token_ids", value) for value in ([1],)],
     *[("kv_transfer_params", value) for value in ({"do_remote_decode": True},)],
     *[("ticket", value) for value in ("forged",)],
@@ -81,6 +91,12 @@ def test_out_of_range_is_a_400_that_names_the_field(shared_server: ApiServer, fi
         *[("max_tokens", 512), ("max_tokens", None), ("logprobs", 20), ("seed", 2**63 - 1), ("seed", -1)],
         *[("stop", ["a", "b", "c", "d"]), ("logit_bias", {}), ("logit_bias", {"0": 1e300}), ("min_tokens", 4)],
         *[("cache_salt", "x" * 128), ("response_format", {"type": "text"}), ("kv_transfer_params", None)],
+        *[("vllm_xargs", {}), ("vllm_xargs", {"a": 2**64 - 1, "b": -(2**63), "c": [1, 1.5, "x"], "d": True, "e": ""})],
+        *[("thinking_token_budget", -1), ("thinking_token_budget", None), ("repetition_detection", {})],
+        *[("repetition_detection", {"max_pattern_size": 1, "min_pattern_size": 1, "min_count": 2})],
+        *[("truncate_prompt_tokens", value) for value in (-1, 1, 512)],
+        *[("priority", value) for value in (2**63 - 1, -(2**63))],
+        *[("stop_token_ids", [0, 49151]), ("allowed_token_ids", [0]), ("bad_words", ["w"] * 64), ("n", 1)],
         *[("use_beam_search", False), ("suffix", None), ("tools", None), ("model", None), ("prompt", ["a"] * 3)],
     ],
 )

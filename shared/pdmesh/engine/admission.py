@@ -32,6 +32,7 @@ class Admission:
         if num_queued + len(request.choices) > most:
             raise Overloaded(
                 f"{num_queued} requests and choices are waiting already, at most {most} may (max-num-queued-reqs)",
+                param="max_num_queued_reqs",
                 retry_after_s=RETRY_AFTER_S,
             )
         num_tokens, most = state.num_uncomputed_tokens, limits.max_num_queued_tokens
@@ -39,6 +40,7 @@ class Admission:
         if most and num_tokens and num_tokens + len(request.token_ids) > most:
             raise Overloaded(
                 f"prompts of {num_tokens} tokens wait already, at most {most} may (max-num-queued-tokens)",
+                param="max_num_queued_tokens",
                 retry_after_s=RETRY_AFTER_S,
             )
 
@@ -94,6 +96,9 @@ def check_request(add: AddRequest, limits: Limits) -> None:
     _check_ids("allowed_token_ids", sampling.allowed_token_ids or [], limits)
     for word in sampling.bad_words_token_ids:
         _check_ids("bad_words", word, limits)
+    if sampling.thinking is not None:
+        _check_ids("thinking_token_budget", sampling.thinking.start_token_ids, limits)
+        _check_ids("thinking_token_budget", sampling.thinking.end_token_ids, limits)
 
 
 def _check_length(add: AddRequest, limits: Limits) -> None:

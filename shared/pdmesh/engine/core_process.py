@@ -9,10 +9,9 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
-import zmq
 
 from pdmesh.config import EngineConfig
 from pdmesh.connector.base import WorkerConnector
@@ -21,25 +20,27 @@ from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback
 from pdmesh.engine.backends import make_backend
 from pdmesh.engine.batch_defaults import resolve_batch
+from pdmesh.engine.block_hash import BlockHasher
 from pdmesh.engine.block_key import root_key
 from pdmesh.engine.block_pool import BlockPool
 from pdmesh.engine.core import Core
-from pdmesh.engine.incoming import Incoming
-from pdmesh.engine.kv_manager import KVGroup, KVManager
+from pdmesh.engine.executor import Executor
+from pdmesh.engine.kv_events import KVEventLog
+from pdmesh.engine.kv_events_config import make_event_log
+from pdmesh.engine.kv_groups import KVGroup
+from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.launch import Launch
 from pdmesh.engine.links import Links
-from pdmesh.engine.messages import CoreFailed, CoreProgress, CoreReady, FromCore, ToCore, encode, to_core_decoder
+from pdmesh.engine.mailbox import Mailbox, open_mailbox
+from pdmesh.engine.messages import CoreFailed, CoreProgress, CoreReady
 from pdmesh.engine.runner import Runner
 from pdmesh.engine.scheduler import Scheduler
-from pdmesh.engine.sizing import Sizes, measure_pool_bytes, resolve_limits, resolve_sizes
+from pdmesh.engine.sizing import Sizes, kv_groups, measure_pool_bytes, resolve_limits, resolve_sizes
 from pdmesh.errors import InternalError, MeshError
 from pdmesh.logging import setup_logging
 from pdmesh.security import MeshSecret
 
 log = logging.getLogger(__name__)
-
-# How long a last word may take to leave when the server does not read.
-LINGER_MS = 2000
 
 
 def main() -> int:
@@ -50,7 +51,7 @@ def main() -> int:
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
     config = launch.config
     setup_logging(f"{launch.engine_id}-core", config.log_level, config.log_format)
-    with _mailbox(launch) as mailbox:
+    with open_mailbox(launch.inbox, launch.outbox) as mailbox:
         try:
             _serve(launch, config, mailbox)
         except MeshError as exc:
@@ -61,49 +62,6 @@ def main() -> int:
             mailbox.send(CoreFailed(code=InternalError.__name__, message=f"{type(exc).__name__}: {exc}"))
             return 1
     return 0
-
-
-class Mailbox:
-    """The two ZMQ sockets to the server process; sending waits when the server has stopped to read."""
-
-    def __init__(self, inbox: "zmq.Socket[bytes]", outbox: "zmq.Socket[bytes]") -> None:
-        self._inbox = inbox
-        self._outbox = outbox
-        self._incoming = Incoming(to_core_decoder, "server")
-
-    @property
-    def num_dropped(self) -> int:
-        return self._incoming.num_dropped
-
-    def drain(self) -> Iterable[ToCore]:
-        messages: list[ToCore] = []
-        with contextlib.suppress(zmq.Again):
-            while True:
-                message = self._incoming.decode(self._inbox.recv(zmq.NOBLOCK))
-                if message is not None:
-                    messages.append(message)
-        return messages
-
-    def wait(self, descriptors: list[int]) -> None:
-        poller = zmq.Poller()
-        poller.register(self._inbox, zmq.POLLIN)
-        for descriptor in descriptors:
-            poller.register(descriptor, zmq.POLLIN)
-        poller.poll()
-
-    def send(self, message: FromCore) -> None:
-        self._outbox.send(encode(message))
-
-
-@contextlib.contextmanager
-def _mailbox(launch: Launch) -> Iterator[Mailbox]:
-    with zmq.Context() as context, context.socket(zmq.PULL) as inbox, context.socket(zmq.PUSH) as outbox:
-        # The server's messages are bounded by the requests that it admits; dropping or blocking would be worse.
-        inbox.set_hwm(0)
-        outbox.setsockopt(zmq.LINGER, LINGER_MS)
-        inbox.connect(launch.inbox)
-        outbox.connect(launch.outbox)
-        yield Mailbox(inbox, outbox)
 
 
 class _Progress(ProgressCallback):
@@ -123,9 +81,15 @@ def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
         longest = min(config.max_model_len or info.max_model_len, info.max_model_len)
         config = resolve_batch(config, backend.device, offline=launch.offline, max_model_len=longest)
         sizes = resolve_sizes(config, info, measure_pool_bytes(config, backend))
-        with _bound_pool(launch.pool_fd, backend, info, sizes) as pool, _links(launch, config, pool) as links:
-            scheduler = Scheduler(_kv_manager(config, info, pool), resolve_limits(config, info, sizes))
-            core = Core(scheduler, Runner(backend, frozenset(info.eos_token_ids)), links.links, mailbox, mailbox.send)
+        with (
+            _bound_pool(launch.pool_fd, backend, info, sizes) as pool,
+            _links(launch, config, pool) as links,
+            contextlib.closing(_executor(config, backend, info, sizes)) as executor,
+        ):
+            groups = kv_groups(info)
+            events = make_event_log(config, groups)
+            scheduler = Scheduler(_kv_manager(config, info, pool, groups, events), resolve_limits(config, info, sizes))
+            core = Core(scheduler, executor, links.links, mailbox, mailbox.send, events)
             mailbox.send(_ready(config, backend, info, sizes, pool, links.metadata))
             # The model's objects live as long as the process: the collector need not look at them again.
             gc.collect()
@@ -167,16 +131,36 @@ def _links(launch: Launch, config: EngineConfig, pool: KVPool) -> Iterator[_Regi
         yield _RegisteredLinks(links, metadata)
 
 
-def _kv_manager(config: EngineConfig, info: ModelInfo, pool: KVPool) -> KVManager:
-    groups = [
-        KVGroup(
-            blocks=BlockPool(pool.shape.num_blocks, pool),
-            block_size=spec.block_size,
-            root=root_key(info.fingerprint, spec.fingerprint, index),
+def _executor(config: EngineConfig, backend: Backend, info: ModelInfo, sizes: Sizes) -> Executor:
+    """Start the thread that computes steps."""
+    if not config.async_scheduling:
+        log.info(
+            "asynchronous scheduling is off (no-async-scheduling): a step is planned when the one before has ended"
         )
-        for index, spec in enumerate(info.groups)
-    ]
-    return KVManager(groups, enable_prefix_caching=config.enable_prefix_caching)
+    runner = Runner(
+        backend,
+        num_rows=config.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        num_groups=len(info.groups),
+        block_size=info.groups[0].block_size,
+        eos_token_ids=frozenset(info.eos_token_ids),
+    )
+    return Executor(runner, is_async=config.async_scheduling)
+
+
+def _kv_manager(
+    config: EngineConfig, info: ModelInfo, pool: KVPool, groups: list[KVGroup], events: KVEventLog | None
+) -> KVManager:
+    first = info.groups[0]
+    return KVManager(
+        groups,
+        BlockPool(pool.shape.num_blocks, len(groups), pool, events),
+        BlockHasher(config.prefix_caching_hash_algo, config.prefix_caching_hash_seed, first.block_size),
+        max_chunk_tokens=config.max_num_batched_tokens,
+        tier_root=root_key(info.fingerprint, first.fingerprint, 0),
+        enable_prefix_caching=config.enable_prefix_caching,
+        events=events,
+    )
 
 
 def _ready(

@@ -7,7 +7,8 @@ release that knows other ranges.
 import math
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.protocol.messages import SamplingParams
+from pdmesh.protocol.messages import ExtraArgs, RepetitionDetection, SamplingParams, ThinkingBudget
+from pdmesh.protocol.wire import MAX_EXTRA_ARGS_BYTES, encode_extra_args
 
 MAX_CHOICES = 16384
 MAX_TEMPERATURE = 2.0
@@ -15,6 +16,7 @@ MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 # The most that `max-logprobs` can be set to, whatever it is set to on the port that a client used.
 MAX_LOGPROBS = 1000
+INT31 = (1 << 31) - 1
 INT64 = 1 << 63
 
 
@@ -41,6 +43,38 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise InvalidRequest("allowed_token_ids is empty, so no token could follow", param="allowed_token_ids")
     if [] in sampling.bad_words_token_ids:
         raise InvalidRequest("bad_words: a word has no tokens", param="bad_words")
+    _check_repetition(sampling.repetition_detection)
+    _check_thinking(sampling.thinking)
+    _check_extra_args(sampling.extra_args)
+
+
+def _check_repetition(detection: RepetitionDetection | None) -> None:
+    if detection is None:
+        return
+    name = "repetition_detection"
+    _check_count(name, detection.max_pattern_size, 0, INT31, part="max_pattern_size")
+    _check_count(name, detection.min_pattern_size, 0, detection.max_pattern_size, part="min_pattern_size")
+    if detection.max_pattern_size:
+        _check_count(name, detection.min_count, 2, INT31, part="min_count")
+
+
+def _check_thinking(thinking: ThinkingBudget | None) -> None:
+    if thinking is None:
+        return
+    _check_count("thinking_token_budget", thinking.budget, 0, INT31)
+    if not thinking.start_token_ids or not thinking.end_token_ids:
+        raise InvalidRequest(
+            "thinking_token_budget: what opens and what closes a thinking section must have tokens",
+            param="thinking_token_budget",
+        )
+
+
+def _check_extra_args(args: ExtraArgs) -> None:
+    size = len(encode_extra_args(args)) if args else 0
+    if size > MAX_EXTRA_ARGS_BYTES:
+        raise InvalidRequest(
+            f"vllm_xargs must take at most {MAX_EXTRA_ARGS_BYTES} bytes as MessagePack, got {size}", param="vllm_xargs"
+        )
 
 
 def _check(name: str, value: float, low: float, high: float, *, is_low_open: bool = False) -> None:
@@ -51,7 +85,7 @@ def _check(name: str, value: float, low: float, high: float, *, is_low_open: boo
     raise InvalidRequest(f"{name} must be in {shown}, got {value}", param=name)
 
 
-def _check_count(name: str, value: int, low: int, high: int | None = None) -> None:
+def _check_count(name: str, value: int, low: int, high: int | None = None, *, part: str = "") -> None:
     if value < low or (high is not None and value > high):
         shown = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InvalidRequest(f"{name} must be {shown}, got {value}", param=name)
+        raise InvalidRequest(f"{name}{part and '.' + part} must be {shown}, got {value}", param=name)

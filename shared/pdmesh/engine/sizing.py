@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.config import EngineConfig
-from pdmesh.engine.admission import Limits
+from pdmesh.engine.limits import Limits
 from pdmesh.engine.backend import Backend, KVGroupSpec, ModelInfo
 from pdmesh.engine.kv_groups import KVGroup, blocks_at_once
 from pdmesh.errors import ConfigError

@@ -11,15 +11,18 @@ from pdmesh.openai.answer.chat import ChatAnswer
 from pdmesh.openai.answer.completion import CompletionAnswer
 from pdmesh.openai.assembly import Asked, Assembler, Kind
 from pdmesh.openai.generator import Generator, ModelCard
+from pdmesh.openai.intake.beam import check_beam_fields, resolve_beam
 from pdmesh.openai.intake.identity import Caller, SaltFunction
 from pdmesh.openai.intake.messages import check_messages, check_template_options, check_tools
 from pdmesh.openai.intake.prompts import Prompt, encode_texts, fit_prompt, resolve_max_tokens, split_prompts
 from pdmesh.openai.intake.sampling import Limits, for_prompt, resolve_sampling
+from pdmesh.openai.intake.thinking import thinking_tokens
 from pdmesh.openai.job import Job
 from pdmesh.openai.metrics import ApiMetrics
 from pdmesh.openai.schemas import ChatBody, CompletionBody, GenerationBody, TokenizeBody
 from pdmesh.openai.schemas.unsupported import REFUSED, refuse_unsupported
 from pdmesh.openai.text import TextModel
+from pdmesh.protocol.messages import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class Serving:
         self.metrics = metrics
         self._config = config
         self._role = role
+        self._thinking = thinking_tokens(config, text)
         self._assembler = Assembler(generator=generator, text=text, metrics=metrics, salt_for=salt_for)
 
     async def completion(self, body: CompletionBody, raw: dict[str, Any], caller: Caller) -> Job:
@@ -62,14 +66,13 @@ class Serving:
                 name="max_tokens",
                 num_prompt_tokens=len(prompt.token_ids),
                 card=card,
-                zero_allowed=bool(body.echo),
+                zero_allowed=bool(body.echo) and not body.use_beam_search,
             )
             for prompt in prompts
         ]
-        sampling = resolve_sampling(
+        sampling = self._sampling(
             body,
-            text=self.text,
-            limits=self._limits(card),
+            card,
             max_tokens=requested,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
@@ -101,10 +104,9 @@ class Serving:
         [token_ids] = await self._encode([rendered], body, card, bool(body.add_special_tokens), "messages")
         prompt = Prompt(token_ids=fit_prompt(token_ids, body, card, requested), text=rendered)
         max_tokens = resolve_max_tokens(requested, name=name, num_prompt_tokens=len(prompt.token_ids), card=card)
-        sampling = resolve_sampling(
+        sampling = self._sampling(
             body,
-            text=self.text,
-            limits=self._limits(card),
+            card,
             max_tokens=max_tokens if requested is None else requested,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
@@ -154,12 +156,29 @@ class Serving:
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._config.request_timeout_s
 
-    def _limits(self, card: ModelCard) -> Limits:
-        return Limits(card=card, max_logprobs=self._config.max_logprobs)
+    def _sampling(
+        self,
+        body: GenerationBody,
+        card: ModelCard,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> SamplingParams:
+        resolve = resolve_beam if body.use_beam_search else resolve_sampling
+        return resolve(
+            body,
+            text=self.text,
+            limits=Limits(card=card, max_logprobs=self._config.max_logprobs, thinking=self._thinking),
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _check_fields(self, body: GenerationBody, raw: dict[str, Any]) -> None:
         """Everything that can be refused before the prompt is looked at."""
         refuse_unsupported(raw)
+        check_beam_fields(body)
         if body.kv_transfer_params is not None and self._role == "proxy":
             raise InvalidRequest("kv_transfer_params is never accepted from clients", param="kv_transfer_params")
         if body.stream_options is not None and not body.stream:

@@ -18,6 +18,8 @@ from pdmesh.protocol.messages import (
     TokenLogprobs,
 )
 
+MAX_EXTRA_ARGS_BYTES = 1 << 14
+"""Of one request's extra arguments, encoded; they go along with each of its choices."""
 encode_extra_args = msgspec.msgpack.Encoder().encode
 """`SamplingParams.extra_args` as the wire has them: integers keep their 64 bits, which JSON's readers and `Struct` lose."""
 _decode_extra_args = msgspec.msgpack.Decoder(ExtraArgs).decode
@@ -232,6 +234,11 @@ def _thinking_from_pb(message: pb.Sampling) -> ThinkingBudget:
 
 
 def _extra_args_from_pb(data: bytes) -> ExtraArgs:
+    if len(data) > MAX_EXTRA_ARGS_BYTES:
+        raise InvalidRequest(
+            f"vllm_xargs must take at most {MAX_EXTRA_ARGS_BYTES} bytes as MessagePack, got {len(data)}",
+            param="vllm_xargs",
+        )
     try:
         return _decode_extra_args(data)
     except msgspec.MsgspecError as exc:

@@ -44,6 +44,8 @@ NIXL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 5)
 STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 NIXL_BYTES = (2**10, *(2**power for power in range(13, 34)))
 
+ADMISSION_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
+"""Settings that a request may be refused for; the labels of vllm:admission_rejections."""
 LABELS = ("model_name", "engine")
 # Statistics of the core: family, help, whether it is a counter, and how to read it from the board.
 CORE_FAMILIES = (
@@ -55,6 +57,12 @@ CORE_FAMILIES = (
     ("vllm:external_prefix_cache_queries", "Prompt tokens looked up outside this engine.", True, "external_queries"),
     ("vllm:external_prefix_cache_hits", "Prompt tokens loaded from outside this engine.", True, "external_hits"),
     ("vllm:corrupted_requests", "Requests whose logits held NaN.", True, "nan_requests"),
+    (
+        "pdmesh_illegal_state_events",
+        "Requests that failed because the engine's states forbid what happened to them: a defect of this engine.",
+        True,
+        "illegal_events",
+    ),
     (
         "pdmesh_core_undecodable_messages",
         "Messages between server and core that could not be decoded.",
@@ -97,6 +105,9 @@ class EngineMetrics:
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
         self.request_success = by("vllm:request_success", "Requests that ended, by reason.", "finished_reason")
         self.admission_rejections = by("vllm:admission_rejections", "Requests refused at a bound.", "reason")
+        for limit in ADMISSION_LIMITS:
+            # There from the start, so that a rate over the first refusal is one.
+            self.admission_rejections.inc(limit, amount=0)
         self.ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to first token, seconds.", TTFT_S)
         self.itl = histogram("vllm:inter_token_latency_seconds", "Between tokens of one choice, seconds.", ITL_S)
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end, seconds.", LATENCY_S)
@@ -174,6 +185,14 @@ class _CoreCollector(Collector):
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=LABELS)
         usage.add_metric(self._values, stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0)
         yield usage
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests waiting: for room in a step (capacity), or for something else (deferred).",
+            labels=(*LABELS, "reason"),
+        )
+        waiting.add_metric((*self._values, "capacity"), stats.num_waiting)
+        waiting.add_metric((*self._values, "deferred"), stats.num_waiting_remote)
+        yield waiting
         offers = GaugeMetricFamily("pdmesh_offers_open", "Offers that consumers may still begin.", labels=LABELS)
         offers.add_metric(self._values, self._board.num_offers)
         yield offers

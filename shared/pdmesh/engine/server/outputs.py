@@ -24,13 +24,16 @@ from pdmesh.engine.server.fetches import Fetches, Origin
 from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.kv_event_publisher import KVEventPublisher
 from pdmesh.engine.server.load import LoadBoard
-from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.metrics import ADMISSION_LIMITS, EngineMetrics
 from pdmesh.engine.server.prefix_cache_reset import PrefixCacheResets
 from pdmesh.engine.server.requests import RequestTable, RunningRequest
 from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.errors import from_code
 from pdmesh.protocol.messages import ChoiceDelta
 from pdmesh.protocol.offers import ABORT_REASONS
+
+SERVED = ("stop", "length", "repetition")
+"""How choices end whose prompt has been computed."""
 
 
 class CoreOutputs(Protocol):
@@ -120,6 +123,8 @@ class Outputs:
             running.commit()
 
     def _deliver(self, running: RunningRequest, delta: ChoiceDelta, now: float) -> None:
+        if delta.error_param in ADMISSION_LIMITS:
+            delta = self._count_rejection(running, delta)
         first = not running.has_answered and bool(delta.token_ids or delta.finish_reason)
         if first:
             self._note_first(running, delta)
@@ -140,7 +145,13 @@ class Outputs:
             running.finish_reason = delta.finish_reason
         running.sink.put(delta)
         if not running.open_choices:
-            self._endings.finish(running, keep_offer=delta.finish_reason in ("stop", "length"))
+            self._endings.finish(running, keep_offer=delta.finish_reason in SERVED)
+
+    def _count_rejection(self, running: RunningRequest, delta: ChoiceDelta) -> ChoiceDelta:
+        """A request that the core's queue had no room for, counted once; no field of the request is at fault."""
+        if delta.choice == min(running.open_choices):
+            self._metrics.admission_rejections.inc(delta.error_param)
+        return msgspec.structs.replace(delta, error_param="")
 
     def _deliver_first_token(self, running: RunningRequest, delta: ChoiceDelta) -> None:
         """A prefill-only choice ends with its first token; the last one to have it takes the ticket along."""

@@ -6,12 +6,14 @@ Ranges are vLLM 0.32's. What an engine gets is resolved: no null, no "off" in tw
 import math
 import secrets
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 import msgspec
 
-from pdmesh.errors import InvalidRequest
 from pdmesh.openai.generator import ModelCard
+from pdmesh.openai.intake.extra_args import resolve_extra_args
+from pdmesh.openai.intake.refusal import refuse
+from pdmesh.openai.intake.repetition import resolve_repetition
+from pdmesh.openai.intake.thinking import ThinkingTokens, resolve_thinking
 from pdmesh.openai.schemas.generation import GenerationBody
 from pdmesh.openai.text import TextModel
 from pdmesh.protocol.messages import SamplingParams
@@ -36,6 +38,8 @@ class Limits:
 
     card: ModelCard
     max_logprobs: int
+    thinking: ThinkingTokens | None = None
+    """None: a thinking section is not configured."""
 
 
 def resolve_sampling(
@@ -74,6 +78,9 @@ def resolve_sampling(
         logit_bias=_logit_bias(body.logit_bias, limits),
         allowed_token_ids=_allowed(body.allowed_token_ids, limits),
         bad_words_token_ids=_bad_words(body.bad_words or [], text),
+        repetition_detection=resolve_repetition(body.repetition_detection),
+        thinking=resolve_thinking(body.thinking_token_budget, limits.thinking),
+        extra_args=resolve_extra_args(body.vllm_xargs),
     )
 
 
@@ -89,33 +96,28 @@ def check_logprobs(name: str, value: int | None, limits: Limits) -> int | None:
     if value is None:
         return None
     if value < -1:
-        _refuse(name, f"{name} must be non-negative or -1, got {value}.", value)
+        refuse(name, f"{name} must be non-negative or -1, got {value}.", value)
     wanted = limits.card.vocab_size if value == -1 else value
     if wanted > limits.max_logprobs:
-        _refuse(name, f"Requested {name} of {wanted}, which is greater than max allowed: {limits.max_logprobs}", value)
+        refuse(name, f"Requested {name} of {wanted}, which is greater than max allowed: {limits.max_logprobs}", value)
     return wanted
 
 
 def check_stops(body: GenerationBody) -> None:
     if len(body.stops) > MAX_STOPS:
-        _refuse("stop", f"stop must have at most {MAX_STOPS} strings, got {len(body.stops)}.")
+        refuse("stop", f"stop must have at most {MAX_STOPS} strings, got {len(body.stops)}.")
     for stop in body.stops:
         if not stop:
-            _refuse("stop", "stop cannot contain an empty string.")
+            refuse("stop", "stop cannot contain an empty string.")
         if len(stop) > MAX_STOP_CHARS:
-            _refuse("stop", f"a stop string must have at most {MAX_STOP_CHARS} characters, got {len(stop)}.")
+            refuse("stop", f"a stop string must have at most {MAX_STOP_CHARS} characters, got {len(stop)}.")
 
 
 def check_int64(name: str, value: int | None) -> int:
     value = value or 0
     if not -INT64 <= value < INT64:
-        _refuse(name, f"{name} must be a 64-bit integer.", value)
+        refuse(name, f"{name} must be a 64-bit integer.", value)
     return value
-
-
-def _refuse(name: str, message: str, value: Any = None) -> NoReturn:
-    shown = f" (parameter={name}, value={str(value)[:100]})" if value is not None else ""
-    raise InvalidRequest(message + shown, param=name)
 
 
 def _temperature(value: float | None) -> float:
@@ -130,51 +132,51 @@ def _range(name: str, value: float | None, default: float, low: float, high: flo
         return default
     if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
         shown = f"{'(' if low_open else '['}{low:g}, {high:g}]" if math.isfinite(high) else f"above {low:g} and finite"
-        _refuse(name, f"{name} must be in {shown}, got {value}.".replace("in above", "above"), value)
+        refuse(name, f"{name} must be in {shown}, got {value}.".replace("in above", "above"), value)
     return value
 
 
 def _choices(n: int | None, greedy: bool) -> int:
     n = 1 if n is None else n
     if not 1 <= n <= MAX_CHOICES:
-        _refuse("n", f"n must be at least 1 and at most {MAX_CHOICES}, got {n}.", n)
+        refuse("n", f"n must be at least 1 and at most {MAX_CHOICES}, got {n}.", n)
     if greedy and n > 1:
-        _refuse("n", f"n must be 1 when using greedy sampling, got {n}.", n)
+        refuse("n", f"n must be 1 when using greedy sampling, got {n}.", n)
     return n
 
 
 def _top_k(value: int | None, vocab_size: int) -> int:
     value = value or 0
     if value < -1:
-        _refuse("top_k", f"top_k must be 0 or -1 (off), or at least 1, got {value}.", value)
+        refuse("top_k", f"top_k must be 0 or -1 (off), or at least 1, got {value}.", value)
     return 0 if value == -1 else min(value, vocab_size)
 
 
 def _seed(value: int | None) -> int:
     if value is not None and not -INT64 <= value < INT64:
-        _refuse("seed", "seed must be a 64-bit integer.", value)
+        refuse("seed", "seed must be a 64-bit integer.", value)
     return secrets.randbits(63) if value is None or value == -1 else value
 
 
 def _min_tokens(value: int | None, max_tokens: int) -> int:
     value = value or 0
     if value < 0:
-        _refuse("min_tokens", f"min_tokens must be at least 0, got {value}.", value)
+        refuse("min_tokens", f"min_tokens must be at least 0, got {value}.", value)
     if value > max_tokens:
-        _refuse("min_tokens", f"min_tokens must be at most max_tokens={max_tokens}, got {value}.", value)
+        refuse("min_tokens", f"min_tokens must be at most max_tokens={max_tokens}, got {value}.", value)
     return value
 
 
 def check_token_ids(name: str, ids: list[int], vocab_size: int) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-        _refuse(name, f"Token id {wrong} is out of vocabulary (0 … {vocab_size - 1}).", wrong)
+        refuse(name, f"Token id {wrong} is out of vocabulary (0 … {vocab_size - 1}).", wrong)
 
 
 def _token_ids(name: str, ids: list[int], limits: Limits, max_ids: int) -> list[int]:
     check_token_ids(name, ids, limits.card.vocab_size)
     if len(unique := list(dict.fromkeys(ids))) > max_ids:
-        _refuse(name, f"{name} must have at most {max_ids} different ids, got {len(unique)}.")
+        refuse(name, f"{name} must have at most {max_ids} different ids, got {len(unique)}.")
     return unique
 
 
@@ -182,19 +184,19 @@ def _allowed(ids: list[int] | None, limits: Limits) -> list[int] | None:
     if ids is None:
         return None
     if not ids:
-        _refuse("allowed_token_ids", "allowed_token_ids cannot be empty.")
+        refuse("allowed_token_ids", "allowed_token_ids cannot be empty.")
     return _token_ids("allowed_token_ids", ids, limits, limits.card.vocab_size)
 
 
 def _logit_bias(bias: dict[str, float] | None, limits: Limits) -> dict[int, float]:
     resolved: dict[int, float] = {}
     if len(bias or {}) > MAX_BIASED_TOKENS:
-        _refuse("logit_bias", f"logit_bias must have at most {MAX_BIASED_TOKENS} entries, got {len(bias or {})}.")
+        refuse("logit_bias", f"logit_bias must have at most {MAX_BIASED_TOKENS} entries, got {len(bias or {})}.")
     for key, value in (bias or {}).items():
         if not key.isascii() or not key.removeprefix("-").isdigit() or len(key) > 20:
-            _refuse("logit_bias", f"logit_bias keys must be token ids, got {key[:40]!r}.")
+            refuse("logit_bias", f"logit_bias keys must be token ids, got {key[:40]!r}.")
         if math.isnan(value):
-            _refuse("logit_bias", "logit_bias values must be numbers, got NaN.")
+            refuse("logit_bias", "logit_bias values must be numbers, got NaN.")
         resolved[int(key)] = max(-MAX_BIAS, min(MAX_BIAS, value))
     check_token_ids("logit_bias", list(resolved), limits.card.vocab_size)
     return resolved
@@ -203,18 +205,18 @@ def _logit_bias(bias: dict[str, float] | None, limits: Limits) -> dict[int, floa
 def _bad_words(words: list[str], text: TextModel) -> list[list[int]]:
     """Both ways a word can appear: at the start of a text, and after a space."""
     if len(words) > MAX_BAD_WORDS:
-        _refuse("bad_words", f"bad_words must have at most {MAX_BAD_WORDS} entries, got {len(words)}.")
+        refuse("bad_words", f"bad_words must have at most {MAX_BAD_WORDS} entries, got {len(words)}.")
     found: list[list[int]] = []
     for word in words:
         bare = word.lstrip()
         if not bare or len(bare) > MAX_STOP_CHARS:
-            _refuse("bad_words", f"a bad word must have 1 to {MAX_STOP_CHARS} characters besides leading spaces.")
+            refuse("bad_words", f"a bad word must have 1 to {MAX_STOP_CHARS} characters besides leading spaces.")
         for form in (bare, " " + bare):
             ids = text.encode(form, add_special_tokens=False)
             if not ids:
-                _refuse("bad_words", f"bad word {word[:40]!r} has no tokens.")
+                refuse("bad_words", f"bad word {word[:40]!r} has no tokens.")
             if ids not in found:
                 found.append(ids)
     if len(found) > MAX_BAD_WORDS:
-        _refuse("bad_words", f"bad_words must give at most {MAX_BAD_WORDS} token sequences, got {len(found)}.")
+        refuse("bad_words", f"bad_words must give at most {MAX_BAD_WORDS} token sequences, got {len(found)}.")
     return found

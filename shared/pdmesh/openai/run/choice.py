@@ -7,6 +7,8 @@ from pdmesh.openai.run.logprobs import LogprobSpeller, PositionLogprobs
 from pdmesh.openai.text import StopScanner, StopStrings, TextModel
 from pdmesh.protocol.messages import ChoiceDelta
 
+REPETITION_DETECTED = "repetition_detected"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
@@ -79,6 +81,11 @@ class ChoiceText:
             token_ids=delta.token_ids[:num_used],
             logprobs=spelled,
             finish_reason="stop" if stop is not None else delta.finish_reason or None,
-            stop_reason=stop if stop is not None else delta.stop_token_id,
+            stop_reason=stop if stop is not None else _stop_reason(delta),
             stopped_here=stop is not None and not delta.finish_reason,
         )
+
+
+def _stop_reason(delta: ChoiceDelta) -> int | str | None:
+    """What the engine says ended a choice, as vLLM has it."""
+    return REPETITION_DETECTED if delta.finish_reason == "repetition" else delta.stop_token_id

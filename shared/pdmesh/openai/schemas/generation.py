@@ -18,6 +18,19 @@ class StreamOptions(BaseModel):
     """With include_usage: the usage so far on every chunk."""
 
 
+class RepetitionBody(BaseModel):
+    """When an output ends because it repeats itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    max_pattern_size: Integer | None = 0
+    """Tokens of the longest pattern looked for; 0 is off."""
+    min_pattern_size: Integer | None = 0
+    """Tokens of the shortest; 0 stands for 1."""
+    min_count: Integer | None = 0
+    """How often it must come in a row, at least 2."""
+
+
 class GenerationBody(RequestBody):
     """Fields of every generating endpoint. `null` means the default."""
 
@@ -42,6 +55,10 @@ class GenerationBody(RequestBody):
     stop_token_ids: list[Integer] | None = None
     include_stop_str_in_output: Flag | None = False
     ignore_eos: Flag | None = False
+    use_beam_search: Flag | None = False
+    """The `n` most likely answers found, best first, instead of `n` drawn ones."""
+    length_penalty: Number | None = 1.0
+    """With beam search: a beam's log-probability is divided by its length to this power."""
     min_tokens: Integer | None = 0
     skip_special_tokens: Flag | None = True
     spaces_between_special_tokens: Flag | None = True
@@ -53,6 +70,11 @@ class GenerationBody(RequestBody):
     allowed_token_ids: list[Integer] | None = None
     bad_words: list[Text] | None = None
     prompt_logprobs: Integer | None = None
+    repetition_detection: RepetitionBody | None = None
+    thinking_token_budget: Integer | None = None
+    """Most tokens of a thinking section, after which its end is forced; -1: no limit."""
+    vllm_xargs: dict[Text, Any] | None = None
+    """For custom logits processors: names to numbers, strings, true and false, or lists of numbers and strings."""
     priority: Integer | None = 0
     request_id: Text | None = None
     session_id: Text | None = None

@@ -9,7 +9,6 @@ _NOT_YET = "is not supported by this server yet"
 
 REFUSED: dict[str, str] = {
     "suffix": "is not supported: no model with fill-in-the-middle is served",
-    "use_beam_search": _NOT_YET,
     "prompt_embeds": _NOT_YET,
     "structured_outputs": _NOT_YET,
     "guided_json": "was removed from the API; structured outputs are not supported by this server yet",
@@ -19,8 +18,6 @@ REFUSED: dict[str, str] = {
     "functions": "is replaced by tools in the API",
     "function_call": "is replaced by tool_choice in the API",
     "audio": "is not supported: the served model is text only",
-    "thinking_token_budget": _NOT_YET,
-    "repetition_detection": _NOT_YET,
     "logprob_token_ids": _NOT_YET,
     "return_token_offsets": _NOT_YET,
     "routed_experts_prompt_start": _NOT_YET,
@@ -29,7 +26,6 @@ REFUSED: dict[str, str] = {
     "mm_processor_kwargs": "is not supported: the served model is text only",
     "media_io_kwargs": "is not supported: the served model is text only",
     "ec_transfer_params": "is not supported: the served model is text only",
-    "vllm_xargs": "is not supported: there are no engine plug-ins to read it",
     "ticket": "is never accepted from clients",
 }
 """Field to the rest of the sentence. `null`, false, and empty values do not ask for anything."""
@@ -51,14 +47,13 @@ def _refuse_values(fields: Mapping[str, Any]) -> None:
     if fields.get("best_of") not in (None, 1, fields.get("n")):
         raise InvalidRequest("best_of is not supported; use n", param="best_of")
     if fields.get("stream_interval") not in (None, 1):
-        raise InvalidRequest(f"stream_interval other than 1 {_NOT_YET}", param="stream_interval")
+        raise InvalidRequest(
+            f"stream_interval of a request {_NOT_YET}; an engine's --stream-interval is for all",
+            param="stream_interval",
+        )
     modalities = fields.get("modalities")
     if modalities not in (None, [], ["text"]):
         raise InvalidRequest("modalities other than ['text'] are not supported", param="modalities")
-    if fields.get("length_penalty") not in (None, 1, 1.0):
-        raise InvalidRequest(
-            "length_penalty belongs to beam search, which is not supported yet", param="length_penalty"
-        )
 
 
 def _type_of(response_format: Any) -> Any:
