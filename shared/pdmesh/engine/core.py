@@ -22,6 +22,7 @@ from pdmesh.engine.messages import (
     ConnectPeer,
     DisconnectPeer,
     FromCore,
+    PrefixCacheReset,
     ReleaseOffer,
     ResetPrefixCache,
     Shutdown,
@@ -156,6 +157,7 @@ class Core:
                 self._links.disconnect(message.peer_id)
             case ResetPrefixCache():
                 self._scheduler.reset_prefix_cache()
+                self._send(PrefixCacheReset(number=message.number))
             case Shutdown():
                 self._is_stopping = True
 
