@@ -14,8 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from pdmesh.errors import Overloaded
 from pdmesh.lifecycle import Life
 from pdmesh.models.source import DEMO_MODEL
+from pdmesh.protocol.messages import RepetitionDetection
 from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.service import main, serve
 from support.fake_engine import Behaviour, FakeEngine
@@ -100,6 +102,59 @@ def test_transfer_fields_of_clients_reach_no_engine(forged: dict[str, Any]) -> N
             assert answer.status_code == 400 or "ticket" in forged, answer.text
             assert not any(FORGED_TICKET.encode() in request.ticket for request in decode.requests)
             assert not any(request.ticket for request in prefill.requests)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_mesh_is_a_503_that_says_when_to_come_back(stream: bool) -> None:
+    async def scenario() -> None:
+        full = [FakeEngine("decode", vocab_size=VOCAB_SIZE) for _ in range(2)]
+        async with proxy(*full) as (client, _):
+            await healthy(client)
+            full[0].behaviour.refuse = full[1].behaviour.refuse = Overloaded("prompts of 9 tokens wait already")
+            answer = await client.post("/v1/completions", json=BODY | {"stream": stream})
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "1"
+            assert answer.json()["error"] == {
+                "message": "prompts of 9 tokens wait already",
+                "type": "Service Unavailable",
+                "param": None,
+                "code": 503,
+            }
+            assert all(engine.requests for engine in full), "both were asked"
+            full[1].behaviour.refuse = None
+            for _ in range(4):
+                assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("priority", [2**63 - 1, -(2**63)])
+def test_what_only_the_engine_acts_on_comes_to_it_as_it_was_sent(priority: int) -> None:
+    """A priority of more than 32 bits was a 500: the wire had no room for it."""
+
+    async def scenario() -> None:
+        engine = FakeEngine("decode", vocab_size=VOCAB_SIZE)
+        async with proxy(engine, reasoning_start_str="<think>", reasoning_end_str="</think>") as (client, _):
+            await healthy(client)
+            fields = {
+                "priority": priority,
+                "repetition_detection": {"max_pattern_size": 3, "min_count": 2},
+                "thinking_token_budget": 7,
+                "vllm_xargs": {"x": [2**64 - 1, "y"]},
+            }
+            answer = await client.post("/v1/completions", json=BODY | fields)
+            assert answer.status_code == 200, answer.text
+            [asked] = engine.requests
+            assert asked.priority == priority
+            assert asked.sampling.repetition_detection == RepetitionDetection(max_pattern_size=3, min_count=2)
+            assert asked.sampling.extra_args == fields["vllm_xargs"]
+            thinking = asked.sampling.thinking
+            assert thinking is not None
+            assert thinking.budget == 7
+            assert thinking.start_token_ids
+            assert thinking.end_token_ids
 
     asyncio.run(scenario())
 

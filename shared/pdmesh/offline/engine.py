@@ -39,6 +39,7 @@ async def offline_engine(
         engine_id=f"offline-{os.getpid()}-{secrets.token_hex(3)}",
         epoch=int(time.time()),
         on_progress=on_progress or (lambda stage, fraction: None),
+        offline=True,
     )
     try:
         async with core_client as core:

@@ -149,7 +149,7 @@ class Outputs:
 
     def _count_rejection(self, running: RunningRequest, delta: ChoiceDelta) -> ChoiceDelta:
         """A request that the core's queue had no room for, counted once; no field of the request is at fault."""
-        if delta.choice == min(running.open_choices):
+        if delta.choice == running.request.choices[0]:
             self._metrics.admission_rejections.inc(delta.error_param)
         return msgspec.structs.replace(delta, error_param="")
 
