@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pdmesh_kernels.checks import KernelArgumentError
 from pdmesh_kernels.kv_write import kv_write, kv_write_reference
 from pdmesh_kernels.paged_attention import (
+    MAX_GROUP_KEYS,
     AttentionRows,
     paged_attention,
     paged_attention_reference,
@@ -22,15 +23,21 @@ LENGTHS = [1, 15, 16, 17, 31, 33, 63]
 def make_rows(
     queries: list[int], contexts: list[int], block_size: int, window: int | None = None
 ) -> tuple[AttentionRows, torch.Tensor]:
-    """Build rows over a shuffled pool. Blocks of nobody are NaN; slots behind a row's end are large but finite."""
+    """Build rows over a shuffled pool. Blocks of nobody are NaN; slots behind a row's end are large but finite.
+
+    What a window has passed has no block, and tables are as wide as the longest row and one more.
+    """
     rng = np.random.default_rng(len(queries) + sum(queries) + sum(contexts))
     needed = [-(-(query + context) // block_size) for query, context in zip(queries, contexts, strict=True)]
     num_blocks = sum(needed) + 5
     order = rng.permutation(num_blocks).tolist()
-    tables, pool = [], torch.full((num_blocks, NUM_KV_HEADS, 2, block_size, HEAD_DIM), torch.nan)
+    tables = np.full((len(needed), max(needed) + 1), -1, dtype=np.int32)
+    pool = torch.full((num_blocks, NUM_KV_HEADS, 2, block_size, HEAD_DIM), torch.nan)
     for row, count in enumerate(needed):
-        blocks, order = order[:count], order[count:]
-        tables.append(blocks)
+        passed = 0 if window is None else max(contexts[row] + 1 - window, 0) // block_size
+        blocks, order = order[: count - passed], order[count - passed :]
+        tables[row, passed:count] = blocks
+        count -= passed
         pool[blocks] = torch.randn(count, NUM_KV_HEADS, 2, block_size, HEAD_DIM)
         used = (queries[row] + contexts[row]) % block_size
         if used:
@@ -45,10 +52,11 @@ def make_rows(
     return rows, pool
 
 
-def assert_equals_reference(rows: AttentionRows, pool: torch.Tensor) -> None:
+def assert_equals_reference(rows: AttentionRows, pool: torch.Tensor, soft_cap: float | None = None) -> None:
     q = torch.randn(rows.num_tokens, NUM_HEADS, HEAD_DIM) * 2
-    wanted = paged_attention_reference(q, pool, rows, HEAD_DIM**-0.5)
-    found = paged_attention(q, pool, plan_attention(rows, q.dtype), HEAD_DIM**-0.5)
+    wanted = paged_attention_reference(q, pool, rows, HEAD_DIM**-0.5, soft_cap)
+    found = paged_attention(q, pool, plan_attention(rows, q.dtype), HEAD_DIM**-0.5, soft_cap)
+    assert wanted.isfinite().all()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -79,9 +87,34 @@ def test_mixed_rows_in_any_order() -> None:
     rows=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 70)), min_size=1, max_size=5),
     block_size=st.sampled_from([1, 4, 16]),
     window=st.none() | st.integers(1, 30),
+    soft_cap=st.none() | st.sampled_from([0.5, 50.0]),
 )
-def test_any_mix(rows: list[tuple[int, int]], block_size: int, window: int | None) -> None:
-    assert_equals_reference(*make_rows([q for q, _ in rows], [c for _, c in rows], block_size, window))
+def test_any_mix(rows: list[tuple[int, int]], block_size: int, window: int | None, soft_cap: float | None) -> None:
+    made = make_rows([q for q, _ in rows], [c for _, c in rows], block_size, window)
+    assert_equals_reference(*made, soft_cap)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+def test_capped_scores(window: int | None) -> None:
+    rows, pool = make_rows([1, 150, 1, 1, 3], [5, 33, 63, 0, 200], 16, window)
+    assert_equals_reference(rows, pool, 2.0)
+    q = torch.randn(rows.num_tokens, NUM_HEADS, HEAD_DIM) * 2
+    capped, free = (paged_attention(q, pool, plan_attention(rows, q.dtype), 1.0, cap) for cap in (2.0, None))
+    assert torch.allclose(capped, free, atol=1e-2) == (window == 1)
+
+
+def test_a_missing_block_inside_the_window_is_no_index_from_behind() -> None:
+    for queries, contexts in (([1], [40]), ([5], [40])):
+        rows, _ = make_rows(queries, contexts, 16, window=20)
+        rows.block_tables[0, 1] = -1
+        with pytest.raises(KernelArgumentError, match="lacks a block"):
+            plan_attention(rows, torch.float32)
+
+
+def test_groups_of_decode_rows_gather_a_bounded_number_of_keys() -> None:
+    rows, _ = make_rows([1] * 9, [MAX_GROUP_KEYS // 4 - 1] * 8 + [MAX_GROUP_KEYS + 5], 16)
+    plan = plan_attention(rows, torch.float32)
+    assert [len(group.tokens_R) for group in plan.decode_groups] == [4, 4, 1]
 
 
 def test_bfloat16() -> None:
@@ -94,10 +127,11 @@ def test_bfloat16() -> None:
 
 def test_a_window_reads_only_its_blocks() -> None:
     rows, pool = make_rows([1, 4], [200, 200], 16, window=20)
-    for table in rows.block_tables:
-        pool[table[:9]] = torch.nan
+    assert (rows.block_tables[:, :11] == -1).all()
     plan = plan_attention(rows, torch.float32)
     assert plan.decode_groups[0].num_blocks == 2
+    # Whatever lies outside the window is another's, even where a table still names it.
+    rows.block_tables[:, :11] = int((pool.isnan().flatten(1).all(dim=1)).nonzero()[0])
     assert_equals_reference(rows, pool)
 
 
@@ -125,6 +159,8 @@ def test_wrong_arguments_are_named() -> None:
     q = torch.randn(2, NUM_HEADS, HEAD_DIM)
     with pytest.raises(KernelArgumentError, match=r"q must be \[2, 6, 16\]"):
         paged_attention(torch.randn(3, NUM_HEADS, HEAD_DIM), pool, plan, 1.0)
+    with pytest.raises(KernelArgumentError, match="soft_cap must be more than 0"):
+        paged_attention(q, pool, plan, 1.0, 0.0)
     with pytest.raises(KernelArgumentError, match="no multiple"):
         paged_attention(torch.randn(2, 5, HEAD_DIM), pool, plan, 1.0)
     with pytest.raises(KernelArgumentError, match=r"kv is torch\.bfloat16"):

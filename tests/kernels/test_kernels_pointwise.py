@@ -1,13 +1,17 @@
-"""rms_norm, silu_mul and rotary against their definitions, and what their wrappers refuse."""
+"""rms_norm, the gates and rotary against their definitions, and what their wrappers refuse."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from pdmesh_kernels.checks import KernelArgumentError
+from pdmesh_kernels.gelu_mul import gelu_mul, gelu_mul_reference
 from pdmesh_kernels.rms_norm import rms_norm, rms_norm_reference
 from pdmesh_kernels.rotary import RotaryScaling, RotarySpec, inverse_frequencies, rotary, rotary_reference
 from pdmesh_kernels.silu_mul import silu_mul, silu_mul_reference
 
+Gate = Callable[[torch.Tensor], torch.Tensor]
 SIZES = [1, 15, 31, 33, 63]
 # Error allowed relative to the answer's size: a few units in the last place of each dtype.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -32,12 +36,25 @@ def test_rms_norm_takes_strided_heads() -> None:
     assert close(rms_norm(heads, weight, 1e-6), rms_norm_reference(heads, weight, 1e-6))
 
 
+@pytest.mark.parametrize("num_tokens", SIZES)
+def test_rms_norm_rounds_once_with_a_wide_gain(num_tokens: int) -> None:
+    x, weight = torch.randn(num_tokens, 65).bfloat16(), 1 + torch.randn(65) / 1000
+    wanted = (x.float() / (x.float().square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight).bfloat16()
+    found = rms_norm(x, weight, 1e-5)
+    assert found.dtype == torch.bfloat16
+    assert (found != wanted).float().mean() < 0.01
+    assert close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("operation", "reference"), [(silu_mul, silu_mul_reference), (gelu_mul, gelu_mul_reference)], ids=["silu", "gelu"]
+)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_tokens", SIZES)
-def test_silu_mul_equals_reference(num_tokens: int, dtype: torch.dtype) -> None:
+def test_gates_equal_reference(operation: Gate, reference: Gate, num_tokens: int, dtype: torch.dtype) -> None:
     gate_up = (torch.randn(num_tokens, 2 * 33) * 4).to(dtype)
     kept = gate_up.clone()
-    assert close(silu_mul(gate_up), silu_mul_reference(gate_up))
+    assert close(operation(gate_up), reference(gate_up))
     assert torch.equal(gate_up, kept)
 
 
@@ -75,6 +92,8 @@ def test_wrong_arguments_are_named() -> None:
         rms_norm(x, torch.ones(8, dtype=torch.float16), 1e-5)
     with pytest.raises(KernelArgumentError, match="even width"):
         silu_mul(torch.randn(3, 7))
+    with pytest.raises(KernelArgumentError, match="gelu_mul: gate_up must have an even width"):
+        gelu_mul(torch.randn(3, 7))
     with pytest.raises(KernelArgumentError, match="must be float32"):
         silu_mul(torch.ones(3, 8, dtype=torch.int64))
     with pytest.raises(KernelArgumentError, match="contiguous in its last"):

@@ -1,5 +1,6 @@
 """GGUF files: metadata, names, row order, quantised blocks, and what a broken file says."""
 
+import json
 from pathlib import Path
 
 import gguf
@@ -27,9 +28,13 @@ def logits_of(model: Path) -> torch.Tensor:
         loaded.close()
 
 
-@pytest.mark.parametrize("kind", ["llama_tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_same_logits_as_the_checkpoint_it_was_made_from(kind: Kind, tmp_path: Path) -> None:
     checkpoint = make_tiny(kind, tmp_path / "checkpoint")
+    if kind.startswith("gemma"):
+        # A GGUF file does not say it; it follows from the number of layers.
+        config = json.loads((checkpoint / "config.json").read_text())
+        (checkpoint / "config.json").write_text(json.dumps(config | {"query_pre_attn_scalar": config["head_dim"]}))
     found = logits_of(make_tiny_gguf(checkpoint, tmp_path / "model.gguf"))
     torch.testing.assert_close(found, logits_of(checkpoint), rtol=1e-5, atol=1e-5)
 
@@ -123,5 +128,5 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
     checkpoint = make_tiny("qwen2", tmp_path / "checkpoint")
     config = (checkpoint / "config.json").read_text()
     (checkpoint / "config.json").write_text(config.replace('"qwen2"', '"rwkv7"'))
-    with pytest.raises(ConfigError, match="rwkv7 is not supported; supported: LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match="rwkv7 is not supported; supported: Gemma2ForCausalLM, Gemma3"):
         LoadedBackend(str(make_tiny_gguf(checkpoint, tmp_path / "model.gguf")))

@@ -101,7 +101,7 @@ def test_missing_keys_are_named(llama: Path) -> None:
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "MambaForCausalLM is not supported; supported: LlamaForCausalLM, Mistral",
+            "MambaForCausalLM is not supported; supported: Gemma2ForCausalLM, Gemma3",
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantisation 'gptq' is not supported"),
         (

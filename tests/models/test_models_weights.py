@@ -1,7 +1,9 @@
 """Loading checkpoints: shards, what is missing or left over, and fingerprints that differ exactly when results do."""
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from pdmesh.models.kv_layout import KVLayout
 from pdmesh.models.loading import LoadedModel, load_model
 from support.sequences import LoadedBackend, Sequence
 from support.tiny_gguf import make_tiny_gguf
-from support.tiny_models import make_tiny
+from support.tiny_models import SLIDING_WINDOW, make_tiny
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
@@ -39,14 +41,14 @@ def test_shards_load_like_one_file(tmp_path: Path) -> None:
         load(make_tiny("qwen3", tmp_path / "whole")),
         load(make_tiny("qwen3", tmp_path / "s", num_shards=3)),
     )
-    for name, target in whole.model.targets.items():
-        assert torch.equal(target, sharded.model.targets[name]), name
+    for name, target in whole.model.weights.targets.items():
+        assert torch.equal(target, sharded.model.weights.targets[name]), name
     assert whole.fingerprint == sharded.fingerprint
 
 
 def test_every_weight_is_filled(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "llama")
-    found = load(folder).model.targets
+    found = load(folder).model.weights.targets
     for name, wanted in load_file(folder / "model.safetensors").items():
         assert torch.equal(found[name], torch.from_numpy(wanted)), name
 
@@ -126,15 +128,21 @@ def test_how_far_one_may_compute_is_not_in_the_fingerprint(tmp_path: Path) -> No
 
 
 def test_layout_fingerprints_differ_by_every_field() -> None:
-    base = KVLayout(kind="full", num_layers=2, num_kv_heads=3, head_dim=8, dtype="float32", block_size=16)
-    others = [
-        KVLayout(kind="full", num_layers=2, num_kv_heads=3, head_dim=8, dtype="float32", block_size=32),
-        KVLayout(kind="full", num_layers=2, num_kv_heads=3, head_dim=8, dtype="bfloat16", block_size=16),
-        KVLayout(kind="full", num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_size=16),
-        KVLayout(kind="sliding", num_layers=2, num_kv_heads=3, head_dim=8, dtype="float32", block_size=16),
-        KVLayout(kind="full", num_layers=2, num_kv_heads=3, head_dim=16, dtype="float32", block_size=8),
+    base = KVLayout(
+        layers=(0, 1), window=None, num_layers=2, num_kv_heads=3, head_dim=8, dtype="float32", block_size=16
+    )
+    changes: list[dict[str, Any]] = [
+        {"block_size": 32},
+        {"dtype": "bfloat16"},
+        {"num_layers": 3, "num_kv_heads": 2},
+        {"window": 16},
+        {"window": 32},
+        {"head_dim": 16, "block_size": 8},
+        {"layers": (0, 2)},
+        {"layers": (0,)},
     ]
-    assert len({base.fingerprint, *(other.fingerprint for other in others)}) == 6
+    others = [dataclasses.replace(base, **change) for change in changes]
+    assert len({base.fingerprint, *(other.fingerprint for other in others)}) == 1 + len(changes)
     assert base.block_bytes == 2 * 2 * 3 * 8 * 16 * 4
 
 
@@ -142,7 +150,7 @@ def test_a_block_holds_what_the_layout_says(tmp_path: Path) -> None:
     loaded = LoadedBackend(str(make_tiny("qwen2", tmp_path / "qwen2")), block_size=16)
     sequence = Sequence(list(range(10, 27)))
     loaded.step([(sequence, 17)])
-    first, second = loaded.pool.blocks[sequence.blocks].view(np.float32).reshape(2, 2, 2, 2, 16, 16)
+    first, second = loaded.pool.blocks[sequence.blocks[0]].view(np.float32).reshape(2, 2, 2, 2, 16, 16)
     assert (first != 0).all()
     assert (second[:, :, :, 0] != 0).all()
     assert (second[:, :, :, 1:] == 0).all()
@@ -166,7 +174,8 @@ def test_what_the_backend_says_of_the_model(tmp_path: Path) -> None:
     loaded = LoadedBackend(str(make_tiny("mistral", tmp_path / "mistral")), dtype="auto")
     info = loaded.info
     assert (info.dtype, info.max_model_len, info.eos_token_ids) == ("float32", 1024, (1, 3))
-    assert (info.groups[0].kind, info.groups[0].layers, info.groups[0].block_size) == ("full", (0, 1), 16)
+    (group,) = info.groups
+    assert (group.kind, group.window, group.layers, group.block_size) == ("sliding", SLIDING_WINDOW, (0, 1), 16)
     loaded.close()
 
 

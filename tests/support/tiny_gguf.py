@@ -20,6 +20,8 @@ NAMES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -33,12 +35,13 @@ def make_tiny_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     rope_factors: list[float] | None = None,
 ) -> Path:
-    """Convert a `make_tiny` checkpoint (llama, qwen2 or qwen3) into `path`; matrices become `kind`, vectors stay F32.
+    """Convert a `make_tiny` checkpoint (not mistral) into `path`; matrices become `kind`, vectors stay F32.
 
     Holds the vocabulary's tokens, but no merges: enough for the engine, not for a tokenizer.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    arch = config["model_type"]
+    arch = config["model_type"].removesuffix("_text")
+    is_gemma = arch.startswith("gemma")
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -50,6 +53,14 @@ def make_tiny_gguf(
     writer.add_rope_freq_base(config["rope_theta"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
+    if is_gemma:
+        writer.add_sliding_window(config["sliding_window"])
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if arch == "gemma3":
+        writer.add_rope_freq_base_swa(config["rope_local_base_freq"])
+        writer.add_sliding_window_pattern(config["sliding_window_pattern"])
     writer.add_token_list([f"t{index}" for index in range(config["vocab_size"])])
     writer.add_eos_token_id(1)
     writer.add_eot_token_id(3)
@@ -60,8 +71,12 @@ def make_tiny_gguf(
             weight = _pairs(weight, config["num_attention_heads"])
         if arch == "llama" and ".k_proj." in name:
             weight = _pairs(weight, config["num_key_value_heads"])
+        if is_gemma and name.endswith("norm.weight"):
+            weight = weight + np.float32(1)
         quantized = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(weight, quantized), raw_dtype=quantized)
+        writer.add_tensor(
+            _gguf_name(name, is_gemma=is_gemma), gguf.quants.quantize(weight, quantized), raw_dtype=quantized
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -74,9 +89,10 @@ def _pairs(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, *, is_gemma: bool) -> str:
+    names = NAMES | {"post_attention_layernorm": "post_attention_norm"} if is_gemma else NAMES
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[part]}.{suffix}"
+        return f"blk.{layer}.{names[part]}.{suffix}"
     return f"{NAMES[stem]}.{suffix}"

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-Kind = Literal["llama", "llama3", "llama_tied", "qwen2", "qwen3", "mistral"]
-KINDS: tuple[Kind, ...] = ("llama", "llama3", "llama_tied", "qwen2", "qwen3", "mistral")
+Kind = Literal["llama", "llama3", "llama_tied", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"]
+KINDS: tuple[Kind, ...] = ("llama", "llama3", "llama_tied", "qwen2", "qwen3", "mistral", "gemma2", "gemma3")
 
 HIDDEN = 64
 INTERMEDIATE = 160
@@ -22,6 +22,14 @@ NUM_HEADS = 4
 NUM_KV_HEADS = 2
 MAX_POSITIONS = 1024
 SLIDING_WINDOW = 20
+GEMMA = {
+    "num_hidden_layers": 5,
+    "head_dim": 32,
+    "sliding_window": SLIDING_WINDOW,
+    "query_pre_attn_scalar": 24,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
 SPECIAL_TOKENS = ["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -38,8 +46,8 @@ CORPUS = (
 def make_tiny(kind: Kind, folder: Path, *, seed: int = 0, num_shards: int = 1) -> Path:
     """Write a checkpoint of `kind` into `folder` (made when absent) and return it. Same seed, same bytes.
 
-    float32, 2 layers, 4 heads over 2 KV heads, vocabulary of a few hundred, 1024 positions. Weights are large enough
-    that the greedy choice is seldom a tie.
+    float32, 2 layers (Gemma: 5, of which 2 see all and 3 a window), 4 heads over 2 KV heads, vocabulary of a few hundred,
+    1024 positions. Weights are large enough that the greedy choice is seldom a tie.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocab_size = _write_tokenizer(folder)
@@ -87,8 +95,14 @@ def _config(kind: Kind, vocab_size: int) -> dict[str, Any]:
             special = {"model_type": "qwen3", "head_dim": 32, "attention_bias": False}
         case "mistral":
             special = {"model_type": "mistral", "head_dim": 32, "sliding_window": SLIDING_WINDOW}
+        case "gemma2":
+            special = GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
+            special["layer_types"] = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+        case "gemma3":
+            special = GEMMA | {"model_type": "gemma3_text", "sliding_window_pattern": 2}
+            special |= {"rope_theta": 50000.0, "rope_local_base_freq": 1000.0}
     config |= special
-    config["architectures"] = [config["model_type"].capitalize() + "ForCausalLM"]
+    config["architectures"] = [config["model_type"].removesuffix("_text").capitalize() + "ForCausalLM"]
     return config
 
 
@@ -98,12 +112,13 @@ def _weights(config: dict[str, Any], rng: np.random.Generator) -> dict[str, NDAr
     qkv_bias = config["model_type"] == "qwen2" or config.get("attention_bias", False)
     out_bias = config.get("attention_bias", False)
     mlp_bias = config.get("mlp_bias", False)
+    is_gemma = config["model_type"].startswith("gemma")
 
     def normal(*shape: int, scale: float = 0.15) -> NDArray[np.float32]:
         return (rng.standard_normal(shape) * scale).astype(np.float32)
 
     def gain(size: int) -> NDArray[np.float32]:
-        return np.float32(1) + normal(size)
+        return normal(size) + np.float32(not is_gemma)
 
     weights = {
         "model.embed_tokens.weight": normal(config["vocab_size"], HIDDEN, scale=0.5),
@@ -111,10 +126,13 @@ def _weights(config: dict[str, Any], rng: np.random.Generator) -> dict[str, NDAr
     }
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = normal(config["vocab_size"], HIDDEN, scale=0.3)
-    for layer in range(NUM_LAYERS):
+    for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         weights[f"{at}.input_layernorm.weight"] = gain(HIDDEN)
         weights[f"{at}.post_attention_layernorm.weight"] = gain(HIDDEN)
+        if is_gemma:
+            weights[f"{at}.pre_feedforward_layernorm.weight"] = gain(HIDDEN)
+            weights[f"{at}.post_feedforward_layernorm.weight"] = gain(HIDDEN)
         linears = [
             ("self_attn.q_proj", q_size, HIDDEN, qkv_bias),
             ("self_attn.k_proj", kv_size, HIDDEN, qkv_bias),
@@ -128,7 +146,7 @@ def _weights(config: dict[str, Any], rng: np.random.Generator) -> dict[str, NDAr
             weights[f"{at}.{name}.weight"] = normal(num_out, num_in)
             if has_bias:
                 weights[f"{at}.{name}.bias"] = normal(num_out)
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "gemma3_text"):
             weights[f"{at}.self_attn.q_norm.weight"] = gain(head_dim)
             weights[f"{at}.self_attn.k_norm.weight"] = gain(head_dim)
     return weights

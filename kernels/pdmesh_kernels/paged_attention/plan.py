@@ -1,18 +1,22 @@
 """What the CPU path works out once per step, so that each layer only gathers and multiplies.
 
 Decode rows (one query) of about the same length share one gather and one batched attention; the others go row by row.
-The legend: R rows of a group, M blocks per row, G queries per KV head, L keys.
+The legend: N rows, R of them in a group, M blocks per row, L keys.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from pdmesh_kernels.checks import require
 from pdmesh_kernels.paged_attention.rows import AttentionRows
 
 # Rows share a group while the longest has at most this many times the blocks of the shortest: bounds the padding read.
 MAX_LENGTH_RATIO = 2
+# Keys that one group gathers, a longer row alone excepted: bounds what a layer needs beside the pool.
+MAX_GROUP_KEYS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,63 +54,89 @@ class AttentionPlan:
     prefill_rows: list[PrefillRow]
 
 
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Which keys each row reads."""
+
+    lowest_N: NDArray[np.int64]
+    """Position of the first key that one of its queries sees."""
+    ends_N: NDArray[np.int64]
+    """One past its last query's position."""
+    first_blocks_N: NDArray[np.int64]
+    num_blocks_N: NDArray[np.int64]
+
+
 def plan_attention(rows: AttentionRows, dtype: torch.dtype) -> AttentionPlan:
-    """Sort a step's rows into groups; `dtype` is the scores'. Costs O(blocks of the step), no tensor of the pool is read."""
+    """Sort a step's rows into groups; `dtype` is the scores'. Costs O(blocks of the step), no tensor of the pool is read.
+
+    Raises KernelArgumentError where a row lacks a block that it must read.
+    """
     lengths = np.diff(rows.query_start)
-    ends = rows.context_len + lengths
-    seen = ends if rows.sliding_window is None else np.minimum(ends, rows.sliding_window + lengths - 1)
-    first_blocks = (ends - seen) // rows.block_size
-    end_blocks = -(-ends // rows.block_size)
-    prefill_rows = [
-        PrefillRow(
-            start=int(rows.query_start[row]),
-            num_queries=int(lengths[row]),
-            first_key=int(first_blocks[row]) * rows.block_size,
-            end_key=int(ends[row]),
-            blocks_M=torch.tensor(rows.block_tables[row][first_blocks[row] : end_blocks[row]]),
-        )
-        for row in np.flatnonzero(lengths > 1)
-    ]
+    spans = _spans(rows, lengths)
+    prefill_rows = [_prefill_row(rows, spans, row) for row in np.flatnonzero(lengths > 1).tolist()]
     decode = np.flatnonzero(lengths == 1)
-    num_blocks = end_blocks - first_blocks
-    decode = decode[np.argsort(num_blocks[decode], kind="stable")]
+    decode = decode[np.argsort(spans.num_blocks_N[decode], kind="stable")]
     groups = []
     while decode.size:
-        limit = MAX_LENGTH_RATIO * num_blocks[decode[0]]
-        size = int(np.searchsorted(num_blocks[decode], limit, side="right"))
-        groups.append(_decode_group(rows, decode[:size], first_blocks, end_blocks, ends, seen, dtype))
+        size = _group_size(spans.num_blocks_N[decode], rows.block_size)
+        groups.append(_decode_group(rows, spans, decode[:size], dtype))
         decode = decode[size:]
     return AttentionPlan(rows, groups, prefill_rows)
 
 
-def _decode_group(
-    rows: AttentionRows,
-    members: np.ndarray,
-    first_blocks: np.ndarray,
-    end_blocks: np.ndarray,
-    ends: np.ndarray,
-    seen: np.ndarray,
-    dtype: torch.dtype,
-) -> DecodeGroup:
-    width = int((end_blocks - first_blocks)[members].max())
-    table = np.empty((members.size, width), dtype=np.int64)
-    for index, row in enumerate(members):
-        own = rows.block_tables[row][first_blocks[row] : end_blocks[row]]
-        table[index, : len(own)] = own
-        table[index, len(own) :] = own[0]
+def _spans(rows: AttentionRows, lengths: NDArray[np.int64]) -> _Spans:
+    ends = rows.context_len + lengths
+    lowest = np.zeros_like(ends)
+    if rows.sliding_window is not None:
+        lowest = np.maximum(rows.context_len + 1 - rows.sliding_window, 0)
+    first_blocks = lowest // rows.block_size
+    return _Spans(lowest, ends, first_blocks, -(-ends // rows.block_size) - first_blocks)
+
+
+def _prefill_row(rows: AttentionRows, spans: _Spans, row: int) -> PrefillRow:
+    first, count = int(spans.first_blocks_N[row]), int(spans.num_blocks_N[row])
+    return PrefillRow(
+        start=int(rows.query_start[row]),
+        num_queries=int(rows.query_start[row + 1] - rows.query_start[row]),
+        first_key=first * rows.block_size,
+        end_key=int(spans.ends_N[row]),
+        blocks_M=_as_blocks(rows.block_tables[row, first : first + count], count),
+    )
+
+
+def _group_size(num_blocks: NDArray[np.int64], block_size: int) -> int:
+    """Return how many of the rows, shortest first, go together; at least one."""
+    alike = int(np.searchsorted(num_blocks, MAX_LENGTH_RATIO * num_blocks[0], side="right"))
+    keys = np.arange(1, alike + 1) * num_blocks[:alike] * block_size
+    return max(int(np.searchsorted(keys, MAX_GROUP_KEYS, side="right")), 1)
+
+
+def _decode_group(rows: AttentionRows, spans: _Spans, members: NDArray[np.int64], dtype: torch.dtype) -> DecodeGroup:
+    first, count = spans.first_blocks_N[members, None], spans.num_blocks_N[members, None]
+    width = int(count.max())
+    places = np.arange(width)
+    columns = first + np.where(places < count, places, 0)
+    table = rows.block_tables[members[:, None], columns]
     # Key positions relative to the gathered part: [lowest, highest) are seen.
-    origin = first_blocks[members] * rows.block_size
-    lowest, highest = (ends - seen)[members] - origin, ends[members] - origin
+    origin = first * rows.block_size
+    lowest, highest = spans.lowest_N[members, None] - origin, spans.ends_N[members, None] - origin
     mask = None
     num_keys = width * rows.block_size
     if (lowest > 0).any() or (highest < num_keys).any():
         keys = np.arange(num_keys)
-        hidden = (keys < lowest[:, None]) | (keys >= highest[:, None])
+        hidden = (keys < lowest) | (keys >= highest)
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
         mask = mask[:, None, None, :]
     return DecodeGroup(
         tokens_R=torch.from_numpy(rows.query_start[members]),
-        blocks=torch.from_numpy(table.reshape(-1)),
+        blocks=_as_blocks(table.reshape(-1), members.size * width),
         num_blocks=width,
         mask_R11L=mask,
     )
+
+
+def _as_blocks(ids: NDArray[np.int32], count: int) -> torch.Tensor:
+    """Make an index of the pool; a negative one would read another sequence's block."""
+    is_whole = ids.size == count and int(ids.min()) >= 0
+    require(is_whole, "paged_attention", "a row's block table lacks a block that its queries see")
+    return torch.from_numpy(ids.astype(np.int64))

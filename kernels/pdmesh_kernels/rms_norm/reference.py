@@ -5,5 +5,7 @@ import torch
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     wide = x.float()
-    scale = 1.0 / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-    return (wide * scale).to(x.dtype) * weight
+    normal = wide * (1.0 / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon))
+    if weight.dtype == x.dtype:
+        return normal.to(x.dtype) * weight
+    return (normal * weight).to(x.dtype)

@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 UNLIMITED = "max"
@@ -9,11 +10,22 @@ UNLIMITED = "max"
 NO_LIMIT_BYTES = 1 << 60
 
 
-def available_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that can be taken before the host swaps or a cgroup kills. `root` is for tests."""
-    host = _meminfo(root)
-    free = [_limit_bytes(folder) for folder in _cgroups(root, "memory")]
-    return max(0, min([host, *(left for left in free if left is not None)]))
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """What one limit grants."""
+
+    limit_bytes: int
+    free_bytes: int
+
+
+def available_bytes(root: Path = Path("/"), *, fraction: float = 1.0) -> int:
+    """Return the bytes that can be taken until `fraction` of memory is in use: the host's and every cgroup's, the least.
+
+    1.0 goes as far as the host does not swap and no cgroup kills. `root` is for tests.
+    """
+    budgets = [_host(root), *(_cgroup(folder) for folder in _cgroups(root, "memory"))]
+    free = [each.free_bytes - int(each.limit_bytes * (1 - fraction)) for each in budgets if each is not None]
+    return max(0, min(free, default=NO_LIMIT_BYTES))
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -26,11 +38,12 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, cores)
 
 
-def _meminfo(root: Path) -> int:
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return NO_LIMIT_BYTES
+def _host(root: Path) -> _Budget | None:
+    lines = (line.split() for line in _read(root / "proc/meminfo").splitlines())
+    sizes = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1}
+    if "MemTotal:" not in sizes or "MemAvailable:" not in sizes:
+        return None
+    return _Budget(sizes["MemTotal:"], sizes["MemAvailable:"])
 
 
 def _cgroups(root: Path, controller: str) -> list[Path]:
@@ -47,14 +60,14 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
     return folders
 
 
-def _limit_bytes(folder: Path) -> int | None:
+def _cgroup(folder: Path) -> _Budget | None:
     limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
     used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
     if not limit or not used or limit == UNLIMITED or int(limit) >= NO_LIMIT_BYTES:
         return None
     # Page cache counts as used, but gives way.
     statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
-    return int(limit) - int(used) + int(statistics.get("inactive_file", 0))
+    return _Budget(int(limit), int(limit) - int(used) + int(statistics.get("inactive_file", 0)))
 
 
 def _read(path: Path) -> str:

@@ -9,10 +9,11 @@ from pdmesh.connector.pool import KVPool
 from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback, StepBatch
 from pdmesh.engine.host_memory import available_bytes, usable_cores
 from pdmesh.errors import ConfigError
-from pdmesh.models.kv_layout import KVLayout
-from pdmesh.models.llama import LlamaModel
+from pdmesh.models.decoder import DecoderModel
+from pdmesh.models.kv_layout import KVLayout, plan_layouts
 from pdmesh.models.loading import load_model
 from pdmesh.models.step import make_step
+from pdmesh.models.step_memory import step_bytes
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# What `kv_cache_memory_bytes` promises when it is 0: a mesh of several processes shares one machine.
-MAX_DEFAULT_KV_BYTES = 2 << 30
 
 
 class TorchBackend(Backend):
@@ -34,63 +33,69 @@ class TorchBackend(Backend):
 
     def __init__(self, cpu_threads: int) -> None:
         torch.set_num_threads(cpu_threads or usable_cores())
-        self._model: LlamaModel | None = None
-        self._layout: KVLayout | None = None
+        self._model: DecoderModel | None = None
+        self._layouts: tuple[KVLayout, ...] = ()
         self._kv_BLJKSD: torch.Tensor | None = None
+        """All groups' blocks: they have one shape."""
 
     def load(self, model: str, dtype: str, block_size: int | None, progress: ProgressCallback) -> ModelInfo:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
         loaded = load_model(model, DTYPES[dtype], _reporter(progress))
         config = loaded.model.config
-        layout = KVLayout(
-            # Layers with a window keep all their blocks too, and so share a group with those that have none.
-            kind="full",
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=str(DTYPES[dtype]).removeprefix("torch."),
-            block_size=block_size or self.default_block_size,
-        )
-        self._model, self._layout = loaded.model, layout
+        dtype_name = str(DTYPES[dtype]).removeprefix("torch.")
+        self._model = loaded.model
+        self._layouts = plan_layouts(config, dtype_name, block_size or self.default_block_size)
         log.info(
-            "loaded %s: %s, %s, %d threads, %.2f s",
+            "loaded %s: %s, %s, %d KV groups, %d threads, %.2f s",
             model,
             config.architecture,
-            layout.dtype,
+            dtype_name,
+            len(self._layouts),
             torch.get_num_threads(),
             loaded.duration_s,
         )
         return ModelInfo(
             fingerprint=loaded.fingerprint,
-            groups=(layout.group(),),
+            groups=tuple(layout.spec() for layout in self._layouts),
             max_model_len=config.max_positions,
             vocab_size=config.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
-            dtype=layout.dtype,
+            dtype=dtype_name,
         )
 
     def available_kv_bytes(self, fraction: float) -> int:
-        return min(int(available_bytes() * fraction), MAX_DEFAULT_KV_BYTES)
+        return available_bytes(fraction=fraction)
+
+    def profile(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        assert self._model is not None, "profile before load"
+        return step_bytes(self._model, self._layouts, max_num_tokens, max_num_seqs)
 
     def bind(self, pool: KVPool) -> None:
-        assert self._layout is not None, "bind before load"
-        assert pool.shape.block_bytes == self._layout.block_bytes, "pool of another layout"
+        assert self._layouts, "bind before load"
+        layout = self._layouts[0]
+        assert pool.shape.block_bytes == layout.block_bytes, "pool of another layout"
         flat = torch.from_numpy(pool.blocks.reshape(-1))
-        shape = (pool.shape.num_blocks, *self._layout.block_shape)
-        self._kv_BLJKSD = flat.view(DTYPES[self._layout.dtype]).view(shape)
+        self._kv_BLJKSD = flat.view(DTYPES[layout.dtype]).view(pool.shape.num_blocks, *layout.block_shape)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        assert self._kv_BLJKSD is not None, "copy before bind"
+        if pairs:
+            # All sources are read before the first target is written.
+            sources, targets = torch.tensor(pairs).unbind(dim=1)
+            self._kv_BLJKSD.index_copy_(0, targets, self._kv_BLJKSD.index_select(0, sources))
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        model, layout, kv_BLJKSD = self._model, self._layout, self._kv_BLJKSD
+        model, kv_BLJKSD = self._model, self._kv_BLJKSD
         assert model is not None
-        assert layout is not None
         assert kv_BLJKSD is not None, "forward before bind"
-        step = make_step(batch, 0, layout.block_size, set(model.config.windows), model.dtype)
-        # Attention reads a sequence's last block whole, under a mask, and 0 x NaN is NaN: no request's numbers may
-        # outlive it where the next one's tokens are not yet.
-        kv_BLJKSD.index_fill_(0, step.new_blocks, 0)
-        return model.forward(step, kv_BLJKSD)
+        step = make_step(batch, self._layouts, model.dtype)
+        for group in step.groups:
+            # Attention reads a sequence's last block whole, under a mask, and 0 x NaN is NaN: no request's numbers may
+            # outlive it where the next one's tokens are not yet.
+            kv_BLJKSD.index_fill_(0, group.stale_blocks, 0)
+        return model.forward(step, self._layouts, kv_BLJKSD)
 
     def close(self) -> None:
         self._kv_BLJKSD = self._model = None

@@ -7,8 +7,17 @@ from pdmesh.errors import ConfigError
 from pdmesh.models.architectures import supported_architecture
 from pdmesh.models.gguf_metadata import GGUFMetadata
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 """general.architecture -> Hugging Face's. llama.cpp files Mistral under llama."""
+# Gemma's largest scale scores by the hidden size's share of a head instead of head_dim; its files do not say so, and
+# llama.cpp tells it by its layers as well.
+LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
 ROPE_FACTORS_TENSOR = "rope_freqs.weight"
 F32 = 0
 
@@ -27,7 +36,7 @@ def gguf_config(metadata: GGUFMetadata) -> dict[str, Any]:
     context = metadata.integer(f"{arch}.context_length")
     eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     embedding = metadata.tensors.get("token_embd.weight")
-    return {
+    config = {
         "model_type": arch,
         "architectures": [name],
         "num_hidden_layers": metadata.integer(f"{arch}.block_count"),
@@ -41,6 +50,8 @@ def gguf_config(metadata: GGUFMetadata) -> dict[str, Any]:
         "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6),
         "rope_theta": metadata.number(f"{arch}.rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(metadata, arch, context),
+        "rope_local_theta": None,
+        "rope_local_scaling": None,
         "sliding_window": metadata.get(f"{arch}.attention.sliding_window"),
         "attention_bias": "blk.0.attn_q.bias" in metadata.tensors,
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
@@ -49,6 +60,25 @@ def gguf_config(metadata: GGUFMetadata) -> dict[str, Any]:
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": None,
     }
+    return config | _gemma(metadata, arch, config) if arch in LARGEST_GEMMA_LAYERS else config
+
+
+def _gemma(metadata: GGUFMetadata, arch: str, config: dict[str, Any]) -> dict[str, Any]:
+    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    if num_layers == LARGEST_GEMMA_LAYERS[arch]:
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+    found: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": head_dim,
+        "sliding_window": metadata.integer(f"{arch}.attention.sliding_window"),
+        "attn_logit_softcapping": metadata.get(f"{arch}.attn_logit_softcapping"),
+        "final_logit_softcapping": metadata.get(f"{arch}.final_logit_softcapping"),
+    }
+    if arch == "gemma3":
+        # Older converters write neither pattern nor local base: all models of this kind have the same.
+        found["sliding_window_pattern"] = metadata.integer(f"{arch}.attention.sliding_window_pattern", 6)
+        found["rope_local_theta"] = metadata.number(f"{arch}.rope.freq_base_swa", 10000.0)
+    return found
 
 
 def _rope_scaling(metadata: GGUFMetadata, arch: str, context: int) -> dict[str, Any] | None:

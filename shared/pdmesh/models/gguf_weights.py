@@ -25,6 +25,13 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+GEMMA_LAYER_NAMES = LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# llama.cpp's converter adds one to the gains of norms of these.
+OFFSET_ARCHITECTURES = ("gemma2", "gemma3")
 # llama.cpp's converter reorders the rows of these, for rotary over neighbouring pairs, in files of this architecture only.
 PERMUTED_ARCHITECTURE = "llama"
 
@@ -37,6 +44,8 @@ class GGUFWeights(WeightReader):
         self._permuted = {}
         if metadata.architecture == PERMUTED_ARCHITECTURE:
             self._permuted = {"self_attn.q_proj": num_heads, "self_attn.k_proj": num_kv_heads}
+        self._has_offset_norms = metadata.architecture in OFFSET_ARCHITECTURES
+        self._layer_names = GEMMA_LAYER_NAMES if self._has_offset_norms else LAYER_NAMES
         with self._path.open("rb") as file:
             # Private and copy-on-write, only because torch warns of buffers that it could not write to.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -57,6 +66,8 @@ class GGUFWeights(WeightReader):
         try:
             if num_heads is None:
                 dequantize(raw, self._types[name], target)
+                if self._has_offset_norms and name.endswith("norm.weight"):
+                    target -= 1
             else:
                 pairs = torch.empty(target.shape, dtype=target.dtype)
                 dequantize(raw, self._types[name], pairs)
@@ -88,19 +99,19 @@ class GGUFWeights(WeightReader):
                 f"{self._path}: broken or truncated GGUF file (ends at byte {len(self._map)}, tensor {info.name} at "
                 f"{info.offset + num_bytes}); download it again"
             )
-        name = _hugging_face_name(info.name)
+        name = _hugging_face_name(info.name, self._layer_names)
         self._types[name] = kind
         self.regions[name] = TensorRegion(name, kind.name, info.shape, self._path, info.offset, num_bytes)
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, layer_names: dict[str, str]) -> str:
     stem, _, suffix = name.rpartition(".")
     if stem in TOP_NAMES:
         return f"{TOP_NAMES[stem]}.{suffix}"
     if stem.startswith("blk."):
         _, layer, part = stem.split(".", 2)
-        if part in LAYER_NAMES:
-            return f"model.layers.{layer}.{LAYER_NAMES[part]}.{suffix}"
+        if part in layer_names:
+            return f"model.layers.{layer}.{layer_names[part]}.{suffix}"
     return name
 
 

@@ -5,22 +5,32 @@ import json
 from dataclasses import asdict, dataclass
 
 from pdmesh.engine.backend import KVGroupSpec
+from pdmesh.models.group_plan import plan_groups
+from pdmesh.models.model_config import ModelConfig
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-PACKING = "layer,kv_head,kv,token,head_dim/1"
+PACKING = "layer,kv_head,kv,token,head_dim/2"
 """Order of a block's dimensions, and the version of everything that this page does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """A block is one contiguous array [num_layers, num_kv_heads, 2 (K, V), block_size, head_dim] of `dtype`."""
+    """A block of one group: a contiguous array [num_layers, num_kv_heads, 2 (K, V), block_size, head_dim] of `dtype`."""
 
-    kind: str
+    layers: tuple[int, ...]
+    """The model's layers whose keys and values it holds, in order."""
+    window: int | None
+    """Of these layers; None: full attention."""
     num_layers: int
+    """Layers that it has room for, the same in all groups of a model; what is behind its own is zero."""
     num_kv_heads: int
     head_dim: int
     dtype: str
     block_size: int
+
+    @property
+    def kind(self) -> str:
+        return "full" if self.window is None else "sliding"
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -32,14 +42,32 @@ class KVLayout:
 
     @property
     def fingerprint(self) -> str:
-        content = json.dumps(asdict(self) | {"packing": PACKING}, sort_keys=True)
+        content = json.dumps(asdict(self) | {"kind": self.kind, "packing": PACKING}, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
-    def group(self) -> KVGroupSpec:
+    def spec(self) -> KVGroupSpec:
         return KVGroupSpec(
             kind=self.kind,
-            layers=tuple(range(self.num_layers)),
+            layers=self.layers,
             block_size=self.block_size,
             block_bytes=self.block_bytes,
+            window=self.window or 0,
             fingerprint=self.fingerprint,
         )
+
+
+def plan_layouts(config: ModelConfig, dtype: str, block_size: int) -> tuple[KVLayout, ...]:
+    """Part a model's layers into KV groups; one layout each, all of the same size."""
+    groups = plan_groups(config.windows)
+    return tuple(
+        KVLayout(
+            layers=group.layers,
+            window=group.window,
+            num_layers=max(len(each.layers) for each in groups),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            block_size=block_size,
+        )
+        for group in groups
+    )

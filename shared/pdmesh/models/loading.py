@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from pdmesh.errors import ConfigError
+from pdmesh.models.decoder import DecoderModel
+from pdmesh.models.decoder_weights import DecoderWeights
 from pdmesh.models.fingerprint import model_fingerprint
 from pdmesh.models.gguf_metadata import read_gguf_metadata
 from pdmesh.models.gguf_weights import GGUFWeights
-from pdmesh.models.llama import LlamaModel
 from pdmesh.models.model_config import ModelConfig
 from pdmesh.models.registry import parse_model_config
 from pdmesh.models.safetensors_weights import SafetensorsWeights
@@ -20,7 +21,7 @@ from pdmesh.models.weights import WeightReader, fill
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: LlamaModel
+    model: DecoderModel
     fingerprint: str
     eos_token_ids: tuple[int, ...]
     duration_s: float
@@ -34,8 +35,9 @@ def load_model(name: str, dtype: torch.dtype, report: Callable[[float], None]) -
     config = parse_model_config(raw_config, str(source.path))
     reader = _open(source, config)
     try:
-        model = LlamaModel(config, dtype)
-        fill(model.targets, reader, str(source.path), report)
+        weights = DecoderWeights(config, dtype)
+        fill(weights.targets, reader, str(source.path), report)
+        weights.finish()
         fingerprint = model_fingerprint(config, reader.regions.values(), str(dtype).removeprefix("torch."))
     except RuntimeError as exc:
         if "allocate" not in str(exc):
@@ -44,7 +46,7 @@ def load_model(name: str, dtype: torch.dtype, report: Callable[[float], None]) -
     finally:
         reader.close()
     eos_token_ids = tuple(raw_config["eos_token_id"])
-    return LoadedModel(model, fingerprint, eos_token_ids, time.monotonic() - started)
+    return LoadedModel(DecoderModel(config, weights), fingerprint, eos_token_ids, time.monotonic() - started)
 
 
 def _open(source: ModelSource, config: ModelConfig) -> WeightReader:

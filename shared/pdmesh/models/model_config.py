@@ -1,16 +1,28 @@
 """A model's configuration as the model code reads it: checked, typed, defaults filled in."""
 
-import math
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from pdmesh.errors import ConfigError
-from pdmesh_kernels.rotary import RotaryScaling, RotarySpec
+from pdmesh.models.rotary_config import parse_rotary
+from pdmesh_kernels.rotary import RotarySpec
+
+
+class Activation(Enum):
+    """Of the feed-forward's gate."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+# Hugging Face's names.
+ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder of the Llama family."""
+    """A decoder of the Llama or Gemma family."""
 
     architecture: str
     num_layers: int
@@ -23,15 +35,26 @@ class ModelConfig:
     max_positions: int
     rms_norm_eps: float
     rotary: RotarySpec
+    local_rotary: RotarySpec
+    """Of layers with a window."""
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer, tokens, the query's included; None: full attention."""
+    activation: Activation
     qkv_bias: bool = False
     output_bias: bool = False
     """On the attention's output projection."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Normalise each query and key head before it is turned (Qwen3)."""
+    """Normalise each query and key head before it is turned (Qwen3, Gemma 3)."""
+    post_norms: bool = False
+    """Normalise what attention and feed-forward return before it is added, too (Gemma)."""
+    unit_offset_norms: bool = False
+    """A norm's gain is one more than the checkpoint says (Gemma)."""
+    embedding_scale: float = 1.0
+    attention_scale: float
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
     tied_embeddings: bool = False
-    windows: tuple[int | None, ...]
-    """Sliding window of each layer, tokens; None: full attention."""
 
 
 def common_fields(config: dict[str, Any], model: str) -> dict[str, Any]:
@@ -39,10 +62,12 @@ def common_fields(config: dict[str, Any], model: str) -> dict[str, Any]:
 
     Raises ConfigError, naming `model`, for a feature that is not supported.
     """
-    _refuse_unsupported(config, model)
+    _refuse_quantised(config, model)
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if num_heads % num_kv_heads:
         raise ConfigError(f"{model}: {num_heads} attention heads are no multiple of {num_kv_heads} key-value heads")
+    rotary = parse_rotary(config["rope_theta"], config["rope_scaling"], config, model)
+    local_theta, local_scaling = config["rope_local_theta"], config["rope_local_scaling"]
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -53,76 +78,24 @@ def common_fields(config: dict[str, Any], model: str) -> dict[str, Any]:
         "vocab_size": config["vocab_size"],
         "max_positions": config["max_position_embeddings"],
         "rms_norm_eps": config["rms_norm_eps"],
-        "rotary": _rotary(config, model),
+        "rotary": rotary,
+        "local_rotary": rotary if local_theta is None else parse_rotary(local_theta, local_scaling, config, model),
+        "windows": (None,) * config["num_hidden_layers"],
+        "activation": _activation(config, model),
+        "attention_scale": config["head_dim"] ** -0.5,
         "tied_embeddings": config["tie_word_embeddings"],
     }
 
 
-def _refuse_unsupported(config: dict[str, Any], model: str) -> None:
+def _refuse_quantised(config: dict[str, Any], model: str) -> None:
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise ConfigError(f"{model}: quantisation {method!r} is not supported; use an unquantised or a GGUF checkpoint")
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ConfigError(f"{model}: hidden_act {activation!r} is not supported; supported: silu")
-    rope = config["rope_scaling"] or {}
-    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ConfigError(f"{model}: partial_rotary_factor {partial} is not supported; supported: 1.0")
 
 
-def _rotary(config: dict[str, Any], model: str) -> RotarySpec:
-    rope: dict[str, Any] = config["rope_scaling"] or {}
-    name = rope.get("rope_type", RotaryScaling.DEFAULT.value)
-    try:
-        scaling = RotaryScaling(name)
-    except ValueError as exc:
-        supported = ", ".join(kind.value for kind in RotaryScaling)
-        raise ConfigError(f"{model}: rope type {name!r} is not supported; supported: {supported}") from exc
-    fields: dict[str, Any] = {"head_dim": config["head_dim"], "theta": config["rope_theta"], "scaling": scaling}
-    try:
-        fields |= _scaling_fields(scaling, rope, config)
-    except KeyError as exc:
-        raise ConfigError(f"{model}: rope type {name!r} needs {exc} in the model's rope_scaling") from exc
-    return RotarySpec(**fields)
-
-
-def _scaling_fields(scaling: RotaryScaling, rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    match scaling:
-        case RotaryScaling.DEFAULT | RotaryScaling.DYNAMIC:
-            return {}
-        case RotaryScaling.LINEAR:
-            return {"factor": float(rope["factor"])}
-        case RotaryScaling.FREQ_FACTORS:
-            return {"factors": tuple(rope["factors"])}
-        case RotaryScaling.LLAMA3:
-            return {
-                "factor": float(rope["factor"]),
-                "low_freq_factor": float(rope["low_freq_factor"]),
-                "high_freq_factor": float(rope["high_freq_factor"]),
-                "original_max_positions": int(rope["original_max_position_embeddings"]),
-            }
-        case RotaryScaling.YARN:
-            original = int(rope.get("original_max_position_embeddings") or config["max_position_embeddings"])
-            factor = float(rope.get("factor") or config["max_position_embeddings"] / original)
-            return {
-                "factor": factor,
-                "original_max_positions": original,
-                "beta_fast": float(rope.get("beta_fast") or 32.0),
-                "beta_slow": float(rope.get("beta_slow") or 1.0),
-                "truncate": bool(rope.get("truncate", True)),
-                "attention_factor": _yarn_attention_factor(rope, factor),
-            }
-
-
-def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    given = rope.get("attention_factor")
-    if given is not None:
-        return float(given)
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
-    return magnitude(1.0)
+def _activation(config: dict[str, Any], model: str) -> Activation:
+    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"{model}: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]

@@ -4,7 +4,6 @@
 """
 
 import importlib.util
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.models.architectures import supported_architecture
 from pdmesh.models.gguf_config import gguf_config
 from pdmesh.models.gguf_metadata import GGUFMetadata, read_gguf_metadata
+from pdmesh.models.hf_config import hf_config, read_json
 
 __all__ = ["DEMO_MODEL", "GGUFMetadata", "ModelSource", "read_config", "read_gguf_metadata", "resolve"]
 
@@ -57,25 +57,25 @@ def read_config(source: ModelSource) -> dict[str, Any]:
 
     Always present: model_type, architectures, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
     hidden_size, intermediate_size, vocab_size, max_position_embeddings, rms_norm_eps, rope_theta, rope_scaling (dict with
-    `rope_type`, or None), tie_word_embeddings, eos_token_id (list), bos_token_id (int or None), dtype (name or None).
-    Raises ConfigError.
+    `rope_type`, or None), rope_local_theta (of sliding layers, None when as the others) and rope_local_scaling,
+    tie_word_embeddings, eos_token_id (list), bos_token_id (int or None), dtype (name or None). Raises ConfigError.
     """
-    config = gguf_config(read_gguf_metadata(source.path)) if source.kind == "gguf" else _hf_config(source.path)
+    config = gguf_config(read_gguf_metadata(source.path)) if source.kind == "gguf" else hf_config(source.path)
     names = config["architectures"] or ([config["model_type"]] if config.get("model_type") else [])
     if names:
         # First of all: what another architecture lacks is no fault of its files.
         supported_architecture(names, str(source.path))
-    missing = [key for key in _REQUIRED if config.get(key) is None]
+    missing = [key for key in ("model_type", *_SIZES) if config.get(key) is None]
     if missing:
         raise ConfigError(f"{source.path}: the model's configuration lacks {', '.join(missing)}; is it a causal LM?")
-    heads = config["num_attention_heads"]
-    config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
-    config["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
+    config["num_key_value_heads"] = config.get("num_key_value_heads") or config["num_attention_heads"]
+    _check_sizes(config, (*_SIZES, "num_key_value_heads"), source.path)
+    config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    _check_sizes(config, ("head_dim",), source.path)
     return config
 
 
-_REQUIRED = (
-    "model_type",
+_SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
     "hidden_size",
@@ -83,6 +83,15 @@ _REQUIRED = (
     "vocab_size",
     "max_position_embeddings",
 )
+
+
+def _check_sizes(config: dict[str, Any], keys: tuple[str, ...], path: Path) -> None:
+    for key in keys:
+        value = config[key]
+        if isinstance(value, list):
+            raise ConfigError(f"{path}: {key} differs between layers, which is not supported")
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{path}: {key} must be a whole number of at least 1, is {value!r}")
 
 
 def _demo() -> ModelSource:
@@ -147,40 +156,4 @@ def _is_whole(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
-    return all((folder / name).is_file() for name in set(_read_json(index).get("weight_map", {}).values()))
-
-
-def _hf_config(folder: Path) -> dict[str, Any]:
-    config = _read_json(folder / "config.json")
-    generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
-    # transformers 5 writes rope_parameters (theta inside); before, rope_theta and rope_scaling stood apart.
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope_type = rope.pop("type", None)
-    rope["rope_type"] = rope.get("rope_type") or rope_type or "default"
-    config["rope_theta"] = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
-    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-    config["eos_token_id"] = list(dict.fromkeys(_ids(generation, "eos_token_id") + _ids(config, "eos_token_id")))
-    config["bos_token_id"] = next(iter(_ids(config, "bos_token_id")), None)
-    config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
-    config["rms_norm_eps"] = float(config.get("rms_norm_eps", 1e-6))
-    config["dtype"] = config.get("dtype") or config.get("torch_dtype")
-    config.setdefault("architectures", [])
-    return config
-
-
-def _ids(config: dict[str, Any], key: str) -> list[int]:
-    value = config.get(key)
-    if value is None:
-        return []
-    return [int(item) for item in value] if isinstance(value, list) else [int(value)]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path}: cannot be read as JSON ({exc})") from exc
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
-    return loaded
+    return all((folder / name).is_file() for name in set(read_json(index).get("weight_map", {}).values()))

@@ -7,7 +7,22 @@ import torch
 from numpy.typing import NDArray
 
 from pdmesh.engine.backend import StepBatch
+from pdmesh.errors import InternalError
+from pdmesh.models.kv_layout import KVLayout
 from pdmesh_kernels.paged_attention import AttentionPlan, AttentionRows, plan_attention
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """What differs between KV groups."""
+
+    block_ids_T: torch.Tensor
+    """Block that takes each token's key and value."""
+    offsets_T: torch.Tensor
+    """Slot inside it."""
+    stale_blocks: torch.Tensor
+    """Blocks to be zeroed before the step writes: it begins them, and would leave numbers of whoever had them before."""
+    plan: AttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,54 +31,58 @@ class ModelStep:
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
-    block_ids_T: torch.Tensor
-    """Block that takes each token's key and value."""
-    offsets_T: torch.Tensor
-    """Slot inside it."""
-    new_blocks: torch.Tensor
-    """Blocks whose first slot this step writes and whose last it does not: what they held before shows behind the end."""
-    plans: dict[int | None, AttentionPlan]
-    """By sliding window."""
+    groups: list[GroupStep]
     logits_index_R: torch.Tensor
 
 
-def make_step(batch: StepBatch, group: int, block_size: int, windows: set[int | None], dtype: torch.dtype) -> ModelStep:
-    """Costs O(T + the step's blocks)."""
-    tables = batch.block_tables[group]
-    block_ids = _block_ids(batch, tables, block_size)
-    ends = batch.context_len + np.diff(batch.query_start)
-    last_starts = (ends - 1) // block_size * block_size
-    is_new = (last_starts >= batch.context_len) & (ends % block_size != 0)
-    new_blocks = [tables[row][last_starts[row] // block_size] for row in np.flatnonzero(is_new)]
-    plans = {
-        window: plan_attention(
-            AttentionRows(
-                query_start=batch.query_start,
-                context_len=batch.context_len,
-                block_tables=tables,
-                block_size=block_size,
-                sliding_window=window,
-            ),
-            dtype,
-        )
-        for window in windows
-    }
+def make_step(batch: StepBatch, layouts: tuple[KVLayout, ...], dtype: torch.dtype) -> ModelStep:
+    """Build the step of a model with these groups. Costs O(T + the step's blocks), and no Python loop over decode rows.
+
+    Raises InternalError when a token has no block to go to.
+    """
+    row_T = np.repeat(np.arange(len(batch.context_len)), np.diff(batch.query_start))
     return ModelStep(
         token_ids_T=torch.from_numpy(batch.token_ids),
         positions_T=torch.from_numpy(batch.positions),
-        block_ids_T=torch.from_numpy(block_ids),
-        offsets_T=torch.from_numpy(batch.positions % block_size),
-        new_blocks=torch.tensor(new_blocks, dtype=torch.int64),
-        plans=plans,
+        groups=[_group_step(batch, index, layout, row_T, dtype) for index, layout in enumerate(layouts)],
         logits_index_R=torch.from_numpy(batch.logits_index),
     )
 
 
-def _block_ids(batch: StepBatch, tables: list[list[int]], block_size: int) -> NDArray[np.int64]:
-    indices = batch.positions // block_size
-    found = np.empty(indices.shape, dtype=np.int64)
-    for row, table in enumerate(tables):
-        start, end = int(batch.query_start[row]), int(batch.query_start[row + 1])
-        first, last = int(indices[start]), int(indices[end - 1])
-        found[start:end] = np.asarray(table[first : last + 1])[indices[start:end] - first]
-    return found
+def _group_step(
+    batch: StepBatch, index: int, layout: KVLayout, row_T: NDArray[np.int64], dtype: torch.dtype
+) -> GroupStep:
+    tables, block_size = batch.block_tables[index], layout.block_size
+    block_ids = tables[row_T, batch.positions // block_size].astype(np.int64)
+    if block_ids.size and int(block_ids.min()) < 0:
+        row = int(row_T[block_ids.argmin()])
+        raise InternalError(f"row {row} of the step has no block for one of its tokens in KV group {index}")
+    offsets = batch.positions % block_size
+    rows = AttentionRows(
+        query_start=batch.query_start,
+        context_len=batch.context_len,
+        block_tables=tables,
+        block_size=block_size,
+        sliding_window=layout.window,
+    )
+    return GroupStep(
+        block_ids_T=torch.from_numpy(block_ids),
+        offsets_T=torch.from_numpy(offsets),
+        stale_blocks=torch.from_numpy(_stale_blocks(batch, layout, block_ids, offsets)),
+        plan=plan_attention(rows, dtype),
+    )
+
+
+def _stale_blocks(
+    batch: StepBatch, layout: KVLayout, block_ids: NDArray[np.int64], offsets: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    begun = offsets == 0
+    if len(layout.layers) == layout.num_layers:
+        # A row's block is written whole, unless it is its last.
+        ends = batch.context_len + np.diff(batch.query_start)
+        last_starts = (ends - 1) // layout.block_size * layout.block_size
+        tail_starts = np.where(ends % layout.block_size == 0, -1, last_starts)
+        begun &= batch.positions == np.repeat(tail_starts, np.diff(batch.query_start))
+    # Of a padded group every block has places that nobody writes, and that would leave this engine with it.
+    stale: NDArray[np.int64] = block_ids[begun]
+    return stale
