@@ -86,6 +86,14 @@ def serve(context: typer.Context) -> None:
     _become("decode.serve", context.args)
 
 
+@app.command("run-batch", context_settings=PASS_ON)
+def run_batch(context: typer.Context) -> None:
+    """Answer an OpenAI batch file with one engine: -i in.jsonl -o out.jsonl --model MODEL (`pdmesh run-batch --help`)."""
+    from pdmesh.offline.batch import main as run
+
+    raise typer.Exit(run(context.args))
+
+
 @app.command()
 def chat(
     text: Text = "",

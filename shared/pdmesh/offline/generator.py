@@ -32,6 +32,8 @@ class CoreGenerator(Generator):
         self._card = ModelCard(
             name=name,
             root=root,
+            # Files for a batch name the model as the command line does.
+            aliases=() if root == name else (root,),
             max_model_len=core.ready.max_model_len,
             created_s=int(time.time()),
             vocab_size=core.ready.vocab_size,

@@ -1,5 +1,6 @@
 """`LLM`: a model in a Python program, without a server. Starts one engine core process and blocks while it works."""
 
+import random
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -25,6 +26,8 @@ from pdmesh.openai.text import TextModel
 
 ResultT = TypeVar("ResultT", RequestOutput, BeamSearchOutput)
 
+SEED_BITS = 63
+
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -36,8 +39,10 @@ class LLM:
     event loop. Ctrl-C aborts what a call has begun and leaves the engine usable. Raises ConfigError for options.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str, *, seed: int | None = None, **options: Any) -> None:
+        """`seed`: where seeds of prompts without one come from, so that a whole program repeats itself."""
         self.config = engine_config(model, options)
+        self._seeds = None if seed is None else random.Random(check_int64("seed", seed))
         self._default_sampling: SamplingParams | None = None
         self._background = BackgroundLoop()
         self._closing = AsyncExitStack()
@@ -167,6 +172,9 @@ class LLM:
         priorities = per_prompt("priority", 0 if priority is None else priority, len(prompts))
 
         def work(prompt: GivenPrompt, own: Resolved, rank: int) -> Work[RequestOutput]:
+            if self._seeds is not None:
+                own = own.with_seed(self._seeds.getrandbits(SEED_BITS))
+
             def do(request_id: str, tokenised: Prompt) -> Any:
                 return generate(self._engine, request_id, tokenised, own, cache_salt=prompt.cache_salt, priority=rank)
 

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pdmesh.config import EngineConfig, HttpConfig, ServiceConfig
+from pdmesh.config.vllm_flags import explain_foreign
 from pdmesh.errors import ConfigError
 
 # Of the settings that services have, those that also mean something without one.
@@ -60,6 +61,8 @@ def engine_config(model: str, options: dict[str, Any]) -> EngineConfig:
 def _unknown(name: str) -> str:
     if name in SERVICE_ONLY:
         return f"option {name} is for services; offline there is nothing that it could change"
+    if foreign := explain_foreign([f"--{name}"], OPTIONS):
+        return foreign
     near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=_CUTOFF)
     hint = f"; the nearest is {near[0]}" if near else f"; known are {', '.join(OPTIONS)}"
     return f"unknown option {name}{hint}"

@@ -117,6 +117,10 @@ class Resolved:
     sampling: messages.SamplingParams
     options: TextOptions
 
+    def with_seed(self, seed: int) -> "Resolved":
+        """Return the same with a seed, unless they have one."""
+        return self if self.params.seed is not None else replace(self, body=self.body.model_copy(update={"seed": seed}))
+
     def for_prompt(self, num_prompt_tokens: int, card: ModelCard) -> messages.SamplingParams:
         """Fit them to what one prompt leaves of the context; each prompt has a seed of its own when none is given."""
         requested = self.params.max_tokens
