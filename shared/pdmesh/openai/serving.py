@@ -99,10 +99,8 @@ class Serving:
         logprobs = _chat_logprobs(body)
         card = await self.card_for(body.model)
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        requested = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        rendered = await self._render(body, messages, effort=body.reasoning_effort, documents=body.documents)
-        [token_ids] = await self._encode([rendered], body, card, bool(body.add_special_tokens), "messages")
-        prompt = Prompt(token_ids=fit_prompt(token_ids, body, card, requested), text=rendered)
+        requested = _requested(body)
+        prompt = await self._chat_prompt(body, messages, card, requested)
         max_tokens = resolve_max_tokens(requested, name=name, num_prompt_tokens=len(prompt.token_ids), card=card)
         sampling = self._sampling(
             body,
@@ -126,6 +124,22 @@ class Serving:
         opening = _text_of(last) if body.echo and last["role"] == role else ""
         answer = ChatAnswer(self._assembler.head(asked), body, run, self.text, role=role, opening=opening)
         return self._assembler.job(answer, deadline)
+
+    async def render_completion(self, body: CompletionBody, raw: dict[str, Any]) -> list[list[int]]:
+        """Return the ids of each prompt that `completion` would run. Raises MeshError."""
+        self._check_fields(body, raw)
+        requested = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        prompts = await self._completion_prompts(body, await self.card_for(body.model), requested)
+        return [prompt.token_ids for prompt in prompts]
+
+    async def render_chat(self, body: ChatBody, raw: dict[str, Any]) -> list[int]:
+        """Return the ids of the prompt that `chat` would run. Raises MeshError."""
+        self._check_fields(body, raw)
+        check_tools(body)
+        messages = check_messages(body.messages)
+        check_template_options(body)
+        card = await self.card_for(body.model)
+        return (await self._chat_prompt(body, messages, card, _requested(body))).token_ids
 
     async def tokenize(self, body: TokenizeBody) -> tuple[list[int], ModelCard]:
         """Return the ids that a completion or chat request with the same fields would start from."""
@@ -203,6 +217,13 @@ class Serving:
             for number, kept in enumerate(fitted)
         ]
 
+    async def _chat_prompt(
+        self, body: ChatBody, messages: list[dict[str, Any]], card: ModelCard, requested: int | None
+    ) -> Prompt:
+        rendered = await self._render(body, messages, effort=body.reasoning_effort, documents=body.documents)
+        [token_ids] = await self._encode([rendered], body, card, bool(body.add_special_tokens), "messages")
+        return Prompt(token_ids=fit_prompt(token_ids, body, card, requested), text=rendered)
+
     async def _encode(
         self, values: list[str], body: GenerationBody, card: ModelCard, add_special_tokens: bool, param: str
     ) -> list[list[int]]:
@@ -246,6 +267,10 @@ async def _within(timeout_s: float, rendering: Awaitable[str]) -> str:
             return await rendering
     except TimeoutError:
         raise DeadlineExceeded(f"the chat template took over {timeout_s:g} s") from None
+
+
+def _requested(body: ChatBody) -> int | None:
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:

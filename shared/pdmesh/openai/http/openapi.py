@@ -11,6 +11,8 @@ from pdmesh.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, Requ
 BODIES: dict[str, type[RequestBody]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/completions/render": CompletionBody,
+    "/v1/chat/completions/render": ChatBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

@@ -22,7 +22,7 @@ from pdmesh.openai.intake.identity import Caller
 from pdmesh.openai.intake.sampling import check_token_ids
 from pdmesh.openai.job import CANCELLED, CLIENT_GONE, Job
 from pdmesh.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from pdmesh.openai.schemas.answers import Detokenized, ModelEntry, ModelList, Tokenized, encode
+from pdmesh.openai.schemas.answers import Detokenized, ModelEntry, ModelList, Rendered, Tokenized, encode
 from pdmesh.openai.serving import Serving
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,19 @@ def make_router(serving: Serving, config: HttpConfig, registry: CollectorRegistr
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         return _json(_entry(await serving.card_for(model), model))
+
+    @router.post("/v1/completions/render")
+    async def render_completion(request: Request) -> Response:
+        body, raw = await read_body(request, CompletionBody, config)
+        prompts = await serving.render_completion(body, raw)
+        return Response(
+            encode([await _rendered(serving, request, ids) for ids in prompts]), media_type="application/json"
+        )
+
+    @router.post("/v1/chat/completions/render")
+    async def render_chat(request: Request) -> Response:
+        body, raw = await read_body(request, ChatBody, config)
+        return _json(await _rendered(serving, request, await serving.render_chat(body, raw)))
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -112,6 +125,11 @@ async def _answer(job: Job, request: Request, config: HttpConfig) -> Response:
     finally:
         # Reached with the job still open only when this task is cancelled at shutdown.
         job.ended(outcome=CANCELLED)
+
+
+async def _rendered(serving: Serving, request: Request, token_ids: list[int]) -> Rendered:
+    card = await serving.generator.card()
+    return Rendered(request_id=_caller(request).request_id, model=card.name, token_ids=token_ids)
 
 
 def _json(value: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:

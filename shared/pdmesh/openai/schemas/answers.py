@@ -156,6 +156,14 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[ModelEntry]
 
 
+class Rendered(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request's prompt is for the engine; of vLLM's longer answer, what routers that follow KV events read."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+
+
 class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     max_model_len: int
