@@ -1,83 +1,99 @@
-"""Turns a schedule into a `StepBatch` of flat arrays, and remembers whose each row of the logits will be."""
+"""Gathers a step's input from the rows, and remembers whose each row of the logits will be."""
 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdmesh.engine.backend import StepBatch
-from pdmesh.engine.request import Sequence
-from pdmesh.engine.scheduler import Schedule, ScheduledRow
+from pdmesh.engine.plan import StepPlan
+from pdmesh.engine.rows import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogitsSpan:
-    """The rows of a step's logits that belong to one scheduled row."""
+class PromptSpan:
+    """Consecutive rows of the logits that predict prompt tokens whose log-probabilities are wanted."""
 
-    sequence: Sequence
+    index: int
+    """Of the plan's row."""
     start: int
-    num_prompt: int
-    """Rows from `start` that predict prompt tokens; only when their log-probabilities are wanted."""
-    first_position: int
-    """Position of the first predicted prompt token."""
-    has_sample: bool
-    """Whether one more row follows them, to sample the next token from."""
-
-    @property
-    def sample_index(self) -> int:
-        return self.start + self.num_prompt
+    """First row of the logits."""
+    token_ids: NDArray[np.uint32]
+    """The predicted tokens, one for each row of the logits."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step's input, and one span per scheduled row."""
+    """A step's input, and what to do with its logits. S of the plan's N rows are sampled."""
 
     batch: StepBatch
-    spans: list[LogitsSpan]
+    sampled: NDArray[np.int64]
+    """[S] indices into the plan's rows."""
+    rows: NDArray[np.int64]
+    """[S] their rows."""
+    lengths: NDArray[np.int64]
+    """[S] tokens they have, which is the position of the sampled one."""
+    logits_rows: NDArray[np.int64]
+    """[S] rows of the logits to sample from."""
+    prompts: list[PromptSpan]
 
 
-def build_step(schedule: Schedule) -> Step:
-    """Gather the rows' tokens, positions and block tables. Costs O(tokens of the step), whatever lies behind them."""
-    rows = schedule.rows
-    query_start = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([row.num_tokens for row in rows], out=query_start[1:])
-    context_len = np.array([row.sequence.num_computed for row in rows], dtype=np.int64)
-    token_ids = np.empty(int(query_start[-1]), dtype=np.int64)
-    for row, start in zip(rows, query_start.tolist(), strict=False):
-        token_ids[start : start + row.num_tokens] = row.sequence.tokens.view(row.sequence.num_computed, row.end)
-    # Row i's positions count from its context length.
-    lengths = np.diff(query_start)
-    positions = np.arange(len(token_ids)) - np.repeat(query_start[:-1] - context_len, lengths)
-    spans, logits_index = _plan_logits(rows, query_start.tolist())
-    num_groups = len(rows[0].sequence.blocks)
+def gather(rows: Rows, plan: StepPlan) -> Step:
+    """Gather tokens, positions and block tables of a plan with at least one row."""
+    places = np.array(plan.rows, dtype=np.int64)
+    starts = np.array(plan.starts, dtype=np.int64)
+    counts = np.array(plan.counts, dtype=np.int64)
+    query_start = np.zeros(len(places) + 1, dtype=np.int64)
+    np.cumsum(counts, out=query_start[1:])
+    if query_start[-1] == len(places):
+        # One token each: nearly all steps.
+        row_of_token, positions = places, starts
+    else:
+        row_of_token = np.repeat(places, counts)
+        positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
+    ends = starts + counts
+    width = -(-int(ends.max()) // rows.block_size)
+    sampled = np.flatnonzero(np.array(plan.samples, dtype=np.bool_))
+    logits_index = query_start[1:][sampled] - 1
+    prompts: list[PromptSpan] = []
+    logits_rows = np.arange(len(sampled))
+    # The last prompt token predicts the first output token, which is sampled.
+    num_told = np.minimum(ends, rows.told_prompt[places] - 1) - starts
+    if num_told.max() > 0:
+        prompts, logits_index, logits_rows = _plan_prompts(rows, plan, query_start, num_told.tolist())
     batch = StepBatch(
-        token_ids=token_ids,
+        token_ids=rows.tokens[row_of_token, positions].astype(np.int64),
         positions=positions,
         query_start=query_start,
-        context_len=context_len,
-        block_tables=[[row.sequence.blocks[group] for row in rows] for group in range(num_groups)],
-        logits_index=np.array(logits_index, dtype=np.int64),
+        context_len=starts,
+        block_tables=[table[places, :width] for table in rows.tables],
+        logits_index=logits_index,
     )
-    return Step(batch, spans)
+    return Step(
+        batch=batch,
+        sampled=sampled,
+        rows=places[sampled],
+        lengths=ends[sampled],
+        logits_rows=logits_rows,
+        prompts=prompts,
+    )
 
 
-def _plan_logits(rows: list[ScheduledRow], starts: list[int]) -> tuple[list[LogitsSpan], list[int]]:
-    spans: list[LogitsSpan] = []
+def _plan_prompts(
+    rows: Rows, plan: StepPlan, query_start: NDArray[np.int64], num_told: list[int]
+) -> tuple[list[PromptSpan], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the spans, `logits_index` and `logits_rows` of a step whose logits are not of samples alone."""
+    spans: list[PromptSpan] = []
     index: list[int] = []
-    for row, start in zip(rows, starts, strict=False):
-        sequence, num_prompt = row.sequence, 0
-        if sequence.wants_prompt_logprobs:
-            # The last prompt token predicts the first output token, which is sampled.
-            num_prompt = max(min(row.end, sequence.request.num_prompt - 1) - sequence.num_computed, 0)
-        spans.append(
-            LogitsSpan(
-                sequence=sequence,
-                start=len(index),
-                num_prompt=num_prompt,
-                first_position=sequence.num_computed + 1,
-                has_sample=row.needs_token,
-            )
-        )
-        index.extend(range(start, start + num_prompt))
-        if row.needs_token:
-            index.append(start + row.num_tokens - 1)
-    return spans, index
+    logits_rows: list[int] = []
+    first_tokens = query_start.tolist()
+    for place, (row, start, has_sample) in enumerate(zip(plan.rows, plan.starts, plan.samples, strict=True)):
+        count = num_told[place]
+        if count > 0:
+            token_ids = rows.tokens[row, start + 1 : start + 1 + count].copy()
+            spans.append(PromptSpan(index=place, start=len(index), token_ids=token_ids))
+            index.extend(range(first_tokens[place], first_tokens[place] + count))
+        if has_sample:
+            logits_rows.append(len(index))
+            index.append(first_tokens[place + 1] - 1)
+    return spans, np.array(index, dtype=np.int64), np.array(logits_rows, dtype=np.int64)

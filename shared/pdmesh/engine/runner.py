@@ -1,57 +1,106 @@
-"""Runs one step on the backend: schedule to arrays, arrays to logits, logits to tokens and log-probabilities."""
+"""Executes plans: rows to arrays, arrays to logits, logits to tokens and log-probabilities.
 
+It owns the rows and is the only one that touches the backend; one thread calls it, plan after plan.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pdmesh.engine.backend import Backend
-from pdmesh.engine.batch import LogitsSpan, build_step
-from pdmesh.engine.progress import RowResult
-from pdmesh.engine.sampler import Sampler, row_failure
-from pdmesh.engine.scheduler import Schedule
-from pdmesh.engine.token_logprobs import raw_logprobs, report_logprobs
-from pdmesh.protocol.messages import TokenLogprobs
+from pdmesh.engine.batch import PromptSpan, Step, gather
+from pdmesh.engine.logits_processors import LogitsProcessor
+from pdmesh.engine.plan import NO_TOKEN, StepPlan, StepResult
+from pdmesh.engine.rows import Rows
+from pdmesh.engine.sampler import NAN_FAILURE, Sampler, on_host, row_failure
+from pdmesh.engine.token_logprobs import describe_token, raw_logprobs
+
+# Prompt positions whose log-probabilities are in memory at the same time, beside the logits.
+PROMPT_CHUNK = 64
 
 
 class Runner:
-    """Joins a backend and a sampler."""
+    """Joins a backend, the rows and a sampler."""
 
-    def __init__(self, backend: Backend, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        num_rows: int,
+        max_model_len: int,
+        num_groups: int,
+        block_size: int,
+        eos_token_ids: frozenset[int],
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
         self._backend = backend
-        self._sampler = Sampler(eos_token_ids)
+        self._rows = Rows(
+            num_rows, max_model_len, num_groups, block_size, eos_token_ids=eos_token_ids, processors=processors
+        )
+        self._sampler = Sampler(self._rows)
 
     @torch.inference_mode()
-    def run(self, schedule: Schedule) -> list[RowResult]:
-        """Compute a schedule and return one result per row. Raises whatever the backend raises."""
-        step = build_step(schedule)
-        logits_RV = self._backend.forward(step.batch)
-        results = [_begin_result(logits_RV, span) for span in step.spans]
-        sampling = [
-            (span, result)
-            for span, result in zip(step.spans, results, strict=True)
-            if span.has_sample and result.error is None
-        ]
-        if not sampling:
-            return results
-        indices = [span.sample_index for span, _ in sampling]
-        rows_RV = logits_RV if len(indices) == len(logits_RV) else logits_RV[indices]
-        sampled = self._sampler.sample(rows_RV, [span.sequence for span, _ in sampling])
-        for (_, result), sample in zip(sampling, sampled, strict=True):
-            result.error, result.is_nan = sample.error, sample.is_nan
-            if sample.error is None:
-                result.token_id, result.logprobs = sample.token_id, sample.logprobs
-        return results
+    def run(self, plan: StepPlan, on_computed: Callable[[], None] | None = None) -> StepResult:
+        """Execute a plan; `on_computed` is called once the model has run and only sampling is left.
 
+        What goes wrong with one row is in the result; raises whatever the backend raises.
+        """
+        self._rows.apply(plan)
+        if plan.copies:
+            self._backend.copy_blocks(plan.copies)
+        if not plan.rows:
+            if on_computed is not None:
+                on_computed()
+            return StepResult(token_ids=[])
+        step = gather(self._rows, plan)
+        logits_RV = on_host(self._backend.forward(step.batch))
+        if on_computed is not None:
+            on_computed()
+        return self._finish(plan, step, logits_RV)
 
-def _begin_result(logits_RV: torch.Tensor, span: LogitsSpan) -> RowResult:
-    try:
-        return RowResult(prompt_logprobs=_prompt_logprobs(logits_RV, span))
-    except Exception as exc:  # one row's parameters must not end the others of its step
-        return RowResult(error=row_failure(span.sequence, exc))
+    def _finish(self, plan: StepPlan, step: Step, logits_RV: NDArray[np.float32]) -> StepResult:
+        result = StepResult(token_ids=[NO_TOKEN] * len(plan.rows), logprobs={}, prompt_logprobs={}, failures={})
+        for span in step.prompts:
+            self._describe_prompt(plan, span, logits_RV, result)
+        if len(step.sampled) == 0:
+            return result
+        if step.prompts:
+            logits_RV = logits_RV[step.logits_rows]
+        samples = self._sampler.sample(logits_RV, step.rows, step.lengths)
+        if len(step.sampled) == len(plan.rows):
+            result.token_ids = samples.token_ids.tolist()
+            result.logprobs.update(samples.logprobs)
+            result.failures.update(samples.failures)
+            return result
+        sampled = step.sampled.tolist()
+        for index, token_id in zip(sampled, samples.token_ids.tolist(), strict=True):
+            result.token_ids[index] = token_id
+        result.logprobs.update((sampled[index], logprobs) for index, logprobs in samples.logprobs.items())
+        result.failures.update((sampled[index], failure) for index, failure in samples.failures.items())
+        return result
 
-
-def _prompt_logprobs(logits_RV: torch.Tensor, span: LogitsSpan) -> list[TokenLogprobs]:
-    if span.num_prompt == 0:
-        return []
-    sequence = span.sequence
-    targets = sequence.tokens.view(span.first_position, span.first_position + span.num_prompt).tolist()
-    logprobs = raw_logprobs(logits_RV[span.start : span.start + span.num_prompt])
-    return report_logprobs(logprobs, targets, sequence.request.sampling.prompt_logprobs or 0)
+    def _describe_prompt(
+        self, plan: StepPlan, span: PromptSpan, logits_RV: NDArray[np.float32], result: StepResult
+    ) -> None:
+        row, described = plan.rows[span.index], []
+        num_top = self._rows.new_of(row).sampling.prompt_logprobs or 0
+        try:
+            for first in range(0, len(span.token_ids), PROMPT_CHUNK):
+                token_ids = span.token_ids[first : first + PROMPT_CHUNK].tolist()
+                start = span.start + first
+                logprobs_RV = raw_logprobs(logits_RV[start : start + len(token_ids)])
+                if np.isnan(logprobs_RV).any():
+                    result.failures[span.index] = NAN_FAILURE
+                    break
+                described += [
+                    describe_token(raw_V, token_id, num_top)
+                    for raw_V, token_id in zip(logprobs_RV, token_ids, strict=True)
+                ]
+            else:
+                result.prompt_logprobs[span.index] = described
+                return
+        except Exception as exc:  # one row's parameters must not end the others of its step
+            result.failures[span.index] = row_failure(exc)
+        self._rows.has_failed[row] = True

@@ -1,148 +1,137 @@
 """From logits to tokens.
 
-The order of operations, per row: log-probabilities to report (raw); edits (see `sampling_state`: allowed ids, bad words,
-min_tokens, logit bias, penalties); then greedy rows take the largest logit, and the others go through temperature, top_k,
-top_p, min_p, and take the largest of logit plus Gumbel noise, which draws from the softmax. The noise is Philox of (seed,
-choice, absolute position, token id), so that a row's token depends on nothing but its own sequence: not on the batch, the
-step, the process or the device.
+The order of operations, per row: log-probabilities to report (raw); edits (see `sampling_state`); then greedy rows take the
+largest logit, and the others go through temperature, top_k, top_p, min_p, and take the largest of logit plus Gumbel noise
+(see `draw`). The noise is Philox of (seed, choice, absolute position, token id), so that a row's token depends on nothing but
+its own sequence: not on the batch, the step, the process or the device.
+
+It works on the host: logits on another device are copied there.
 """
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from pdmesh.engine.philox import gumbel_noise, gumbel_noise_of_all
-from pdmesh.engine.request import Sequence
-from pdmesh.engine.sampling_state import SamplingState
-from pdmesh.engine.token_logprobs import raw_logprobs, report_logprobs
+from pdmesh.engine.draw import Candidates, Stream, draw, find_candidates
+from pdmesh.engine.plan import NO_TOKEN, RowFailure
+from pdmesh.engine.rows import Rows
+from pdmesh.engine.token_logprobs import describe_token, raw_logprobs
 from pdmesh.errors import InternalError, InvalidRequest, MeshError
-from pdmesh.protocol.messages import SamplingParams, TokenLogprobs
+from pdmesh.protocol.messages import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
-# Below this temperature the division overflows before the distribution differs from greedy.
-MIN_TEMPERATURE = 1e-5
-# Nearly all of the mass of a trained model's distribution lies in its first thousand tokens.
-TOP_P_FIRST_LOOK = 1024
-
-Candidates = tuple[torch.Tensor, torch.Tensor]
-"""Logits of the tokens that may be drawn, and their ids."""
+NAN_FAILURE = RowFailure(
+    code=InternalError.__name__, message="the model returned logits that are not numbers", is_nan=True
+)
 
 
-@dataclass(slots=True)
-class Sampled:
-    """One row's token, or why there is none."""
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What was sampled for R rows. The dictionaries have entries, by index into them, only where there is something."""
 
-    token_id: int = -1
-    logprobs: TokenLogprobs | None = None
-    error: MeshError | None = None
-    is_nan: bool = False
+    token_ids: NDArray[np.int64]
+    """[R] NO_TOKEN where there is none: the row has failed, now or earlier."""
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    failures: dict[int, RowFailure] = field(default_factory=dict)
 
 
 class Sampler:
-    """Samples one token for each sequence. Keeps its state in `Sequence.sampling_state`."""
+    """Samples one token for each of some rows, and puts it there."""
 
-    def __init__(self, eos_token_ids: frozenset[int]) -> None:
-        self._eos_token_ids = eos_token_ids
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
 
-    def sample(self, logits_RV: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
-        """Return the next token of `sequences[i]` from row i. Changes the logits, float32 [R, V], in place."""
-        reporting = [row for row, each in enumerate(sequences) if each.request.sampling.logprobs is not None]
-        places = {row: place for place, row in enumerate(reporting)}
-        raw_RV = raw_logprobs(logits_RV[reporting]) if reporting else logits_RV
-        largest, greedy = (values.tolist() for values in logits_RV.max(dim=-1))
-        results: list[Sampled] = []
-        for row, sequence in enumerate(sequences):
+    def sample(self, logits_RV: NDArray[np.float32], rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> Samples:
+        """Sample the token behind the `lengths[i]` tokens of row `rows[i]` from row i of the logits, changed in place."""
+        table = self._rows
+        token_ids = logits_RV.argmax(axis=-1)
+        largest = logits_RV[np.arange(len(rows)), token_ids]
+        # The maximum of a row with a NaN is NaN, and argmax finds it.
+        is_live, is_sound = ~table.has_failed[rows], np.isfinite(largest)
+        samples = Samples(token_ids)
+        for index in np.flatnonzero(is_live & ~is_sound).tolist():
+            samples.failures[index] = NAN_FAILURE
+        is_going = is_live & is_sound
+        reporting = np.flatnonzero(is_going & table.wants_logprobs[rows])
+        raw_RV = raw_logprobs(logits_RV[reporting]) if len(reporting) else logits_RV
+        special = is_going & (table.is_stateful[rows] | ~table.is_greedy[rows])
+        candidates: dict[int, Candidates] = {}
+        for index in np.flatnonzero(special).tolist():
             try:
-                result = _pick(logits_RV[row], self._state_of(sequence), largest[row], greedy[row])
-                if result.error is None:
-                    self._note(sequence, result, raw_RV[places[row]] if row in places else None)
+                outcome = self._choose(logits_RV[index], int(rows[index]), int(lengths[index]), samples, index)
             except Exception as exc:  # one row's parameters must not end the others of its step
-                result = Sampled(error=row_failure(sequence, exc))
-            results.append(result)
-        return results
+                samples.failures[index] = row_failure(exc)
+                continue
+            if outcome is not None:
+                candidates[index] = outcome
+        if candidates:
+            token_ids[list(candidates)] = draw(list(candidates.values()))
+        self._keep(samples, is_live, rows, lengths)
+        self._report(samples, reporting, raw_RV, rows)
+        return samples
 
-    def _note(self, sequence: Sequence, result: Sampled, raw_V: torch.Tensor | None) -> None:
-        """Count the token and describe it, where its log-probabilities are wanted."""
-        if raw_V is not None:
-            num_top = sequence.request.sampling.logprobs or 0
-            result.logprobs = report_logprobs(raw_V.unsqueeze(0), [result.token_id], num_top)[0]
-        self._state_of(sequence).observe(result.token_id)
+    def _choose(
+        self, logits_V: NDArray[np.float32], row: int, length: int, samples: Samples, index: int
+    ) -> Candidates | None:
+        """Edit one row; return what to draw from, or None when `samples` has its token already."""
+        table, token_ids = self._rows, samples.token_ids
+        if table.is_stateful[row]:
+            state = table.state_of(row, length)
+            if (forced := state.forced) is not None:
+                token_ids[index] = forced
+                return None
+            if state.edits_logits:
+                state.edit(logits_V)
+                token_ids[index] = logits_V.argmax()
+                _check_edited(float(logits_V[token_ids[index]]))
+        if table.is_greedy[row]:
+            return None
+        new, largest = table.new_of(row), float(logits_V[token_ids[index]])
+        return find_candidates(logits_V, largest, new.sampling, Stream(new.sampling.seed, new.choice, length))
 
-    def _state_of(self, sequence: Sequence) -> SamplingState:
-        if sequence.sampling_state is None:
-            sequence.sampling_state = SamplingState(sequence, self._eos_token_ids)
-        return sequence.sampling_state
+    def _keep(
+        self, samples: Samples, is_live: NDArray[np.bool_], rows: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> None:
+        """Put the tokens into the rows, so that the next plan finds them, and into what is kept of the rows."""
+        table, token_ids = self._rows, samples.token_ids
+        is_live[list(samples.failures)] = False
+        token_ids[~is_live] = NO_TOKEN
+        table.has_failed[rows[~is_live]] = True
+        kept = np.flatnonzero(is_live)
+        table.put(rows[kept], lengths[kept], token_ids[kept])
+        for index in kept[table.is_stateful[rows[kept]]].tolist():
+            table.state_of(int(rows[index]), int(lengths[index])).observe(int(token_ids[index]))
 
-
-def row_failure(sequence: Sequence, exc: Exception) -> InternalError:
-    """Log what failed for one row of a step, and return the error that ends its choice."""
-    log.error("choice %r could not be sampled", sequence, exc_info=exc)
-    return InternalError(f"the engine failed to sample: {type(exc).__name__}: {exc}")
-
-
-def _pick(logits_V: torch.Tensor, state: SamplingState, largest: float, greedy: int) -> Sampled:
-    """Choose one row's token. `largest` and `greedy` are the row's maximum and its place before any edit."""
-    # The maximum of a row with a NaN is NaN.
-    if not -torch.inf < largest < torch.inf:
-        return Sampled(error=InternalError("the model returned logits that are not numbers"), is_nan=True)
-    if state.edits_logits:
-        state.edit(logits_V)
-        top = logits_V.max(dim=-1)
-        largest, greedy = top.values.item(), int(top.indices.item())
-        if largest == -torch.inf:
-            return Sampled(error=InvalidRequest("the sampling parameters leave no token that may follow"))
-        if not largest < torch.inf:
-            return Sampled(error=InvalidRequest("the sampling parameters make the logits overflow"))
-    if state.sampling.temperature < MIN_TEMPERATURE:
-        return Sampled(greedy)
-    return Sampled(_draw(logits_V / state.sampling.temperature, state.sampling, state.sequence))
-
-
-def _draw(logits_V: torch.Tensor, sampling: SamplingParams, sequence: Sequence) -> int:
-    """Draw from the softmax of what top_k, top_p and min_p leave."""
-    candidates = _truncate(logits_V, sampling)
-    position = sequence.num_tokens
-    if candidates is None:
-        noise_V = gumbel_noise_of_all(sampling.seed, sequence.choice, position, len(logits_V), device=logits_V.device)
-        return int((logits_V.double() + noise_V).argmax().item())
-    values, ids = candidates
-    noise = gumbel_noise(sampling.seed, sequence.choice, position, ids)
-    return int(ids[(values.double() + noise).argmax()].item())
+    def _report(
+        self, samples: Samples, reporting: NDArray[np.int64], raw_RV: NDArray[np.float32], rows: NDArray[np.int64]
+    ) -> None:
+        for raw_V, index in zip(raw_RV, reporting.tolist(), strict=False):
+            if index not in samples.failures:
+                num_top = self._rows.new_of(int(rows[index])).sampling.logprobs or 0
+                samples.logprobs[index] = describe_token(raw_V, int(samples.token_ids[index]), num_top)
 
 
-def _truncate(logits_V: torch.Tensor, sampling: SamplingParams) -> Candidates | None:
-    """Return the logits and ids that may be drawn, or None when all may."""
-    candidates: Candidates | None = None
-    if 0 < sampling.top_k < len(logits_V):
-        candidates = logits_V.topk(sampling.top_k)
-    if sampling.top_p < 1.0:
-        if candidates is None:
-            candidates = _nucleus(logits_V, sampling.top_p)
-        else:
-            candidates = _cut_nucleus(*candidates, sampling.top_p, candidates[0].logsumexp(dim=-1))
-    if sampling.min_p > 0.0:
-        values, ids = candidates or (logits_V, torch.arange(len(logits_V), device=logits_V.device))
-        # p >= min_p * p_max, in logits.
-        kept = values >= values.max() + math.log(sampling.min_p)
-        candidates = values[kept], ids[kept]
-    return candidates
+def on_host(logits_RV: torch.Tensor) -> NDArray[np.float32]:
+    """Return the logits as an array, which shares their memory when they are on the host."""
+    array: NDArray[np.float32] = logits_RV.contiguous().cpu().numpy()
+    return array
 
 
-def _nucleus(logits_V: torch.Tensor, top_p: float) -> Candidates:
-    """Return the most likely tokens that together reach `top_p`, without sorting the vocabulary where a look suffices."""
-    total = logits_V.logsumexp(dim=-1)
-    values, ids = logits_V.topk(min(TOP_P_FIRST_LOOK, len(logits_V)))
-    if len(values) < len(logits_V) and torch.exp(values - total).sum() < top_p:
-        values, ids = logits_V.sort(descending=True)
-    return _cut_nucleus(values, ids, top_p, total)
+def row_failure(exc: Exception) -> RowFailure:
+    """Log what failed for one row of a step, and return what ends its choice."""
+    if isinstance(exc, MeshError):
+        return RowFailure(code=exc.code, message=exc.message)
+    log.error("a choice could not be sampled", exc_info=exc)
+    return RowFailure(code=InternalError.__name__, message=f"the engine failed to sample: {type(exc).__name__}: {exc}")
 
 
-def _cut_nucleus(values: torch.Tensor, ids: torch.Tensor, top_p: float, total: torch.Tensor) -> Candidates:
-    """Keep the shortest beginning of `values` (descending) whose probability reaches `top_p`; at least one token."""
-    probabilities = torch.exp(values - total)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    count = max(int((before < top_p).sum().item()), 1)
-    return values[:count], ids[:count]
+def _check_edited(largest: float) -> None:
+    if largest == -math.inf:
+        raise InvalidRequest("the sampling parameters leave no token that may follow")
+    if not largest < math.inf:
+        raise InvalidRequest("the sampling parameters make the logits overflow")

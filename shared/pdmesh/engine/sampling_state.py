@@ -1,36 +1,80 @@
-"""What the sampler keeps of one sequence: its edits to the logits, prepared once, and its counts, kept token by token.
+"""What the sampler keeps of one row that changes its logits: its edits, prepared once, and its counts, kept token by token.
 
 The edits, in this order: allowed ids, bad words, min_tokens (no stop id before it), logit bias, repetition penalty (over
-prompt and output), frequency and presence penalties (over output). They are rebuilt by replaying the tokens, so a resumed
-or preempted sequence goes on as if it had never stopped.
+prompt and output), frequency and presence penalties (over output), custom processors. A thinking section that has used up
+its budget overrides them all. The state is a function of the row's tokens, so a resumed or preempted sequence goes on as if
+it had never stopped.
 """
 
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from pdmesh.engine.request import Sequence
+from pdmesh.engine.logits_processors import LogitsProcessor, RowView
+from pdmesh.engine.plan import NewRow
+from pdmesh.engine.thinking import ThinkingState
 from pdmesh.engine.token_counts import TokenCounts
+from pdmesh.engine.truncation import Floats
+from pdmesh.protocol.messages import SamplingParams
 
-MAX_FLOAT32 = torch.finfo(torch.float32).max
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+def needs_state(sampling: SamplingParams, processors: Sequence[LogitsProcessor]) -> bool:
+    """Whether anything may ever change this request's logits; of most requests there is no state to keep."""
+    return bool(
+        sampling.allowed_token_ids is not None
+        or sampling.bad_words_token_ids
+        or sampling.min_tokens > 0
+        or sampling.logit_bias
+        or sampling.repetition_penalty != 1.0
+        or has_count_penalty(sampling)
+        or sampling.thinking is not None
+        or any(processor.is_active(sampling) for processor in processors)
+    )
+
+
+def has_count_penalty(sampling: SamplingParams) -> bool:
+    return sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
 
 
 class SamplingState:
-    """Edits and counts of one sequence."""
+    """Edits and counts of one row. `tokens` is the row's own memory, of which the first `length` are there."""
 
-    def __init__(self, sequence: Sequence, eos_token_ids: frozenset[int]) -> None:
-        sampling = sequence.request.sampling
-        self.sequence = sequence
-        self.sampling = sampling
+    def __init__(
+        self,
+        new: NewRow,
+        tokens: NDArray[np.uint32],
+        length: int,
+        eos_token_ids: frozenset[int],
+        processors: Sequence[LogitsProcessor],
+    ) -> None:
+        sampling = self._sampling = new.sampling
+        self._num_prompt, self._choice = new.num_prompt, new.choice
+        self._tokens = tokens.view()
+        self._tokens.flags.writeable = False
+        self._length = length
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
-        self._stop_ids = _ids(sorted(stops))
+        self._stop_ids = _ids(stops)
         self._allowed_ids = None if sampling.allowed_token_ids is None else _ids(sampling.allowed_token_ids)
-        self._bad_ids = _ids([word[0] for word in sampling.bad_words_token_ids if len(word) == 1])
-        self._bad_words = [word for word in sampling.bad_words_token_ids if len(word) > 1]
-        self._bias_ids = _ids(list(sampling.logit_bias))
-        self._bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
-        self._seen = TokenCounts() if sampling.repetition_penalty != 1.0 else None
-        has_count_penalty = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
-        self._output = TokenCounts() if has_count_penalty else None
-        self._replay()
+        self._bad_ids = _ids({word[0] for word in sampling.bad_words_token_ids if len(word) == 1})
+        self._bad_words = [(word[-1], np.array(word[:-1])) for word in sampling.bad_words_token_ids if len(word) > 1]
+        self._bias_ids = _ids(sampling.logit_bias)
+        self._bias = np.array([sampling.logit_bias[token_id] for token_id in self._bias_ids.tolist()], dtype=np.float32)
+        self._seen = TokenCounts(self._tokens[:length]) if sampling.repetition_penalty != 1.0 else None
+        self._output = TokenCounts(self._tokens[new.num_prompt : length]) if has_count_penalty(sampling) else None
+        self._thinking: ThinkingState | None = None
+        if sampling.thinking is not None:
+            prompt, output = self._tokens[: new.num_prompt], self._tokens[new.num_prompt : length]
+            self._thinking = ThinkingState(sampling.thinking, prompt, output)
+        self._processors = [processor for processor in processors if processor.is_active(sampling)]
+
+    @property
+    def forced(self) -> int | None:
+        """The token that must come next whatever the logits say."""
+        return None if self._thinking is None else self._thinking.forced
 
     @property
     def edits_logits(self) -> bool:
@@ -43,65 +87,66 @@ class SamplingState:
             or len(self._bias_ids) > 0
             or self._seen is not None
             or self._output is not None
+            or bool(self._processors)
         )
 
     def observe(self, token_id: int) -> None:
-        """Count a generated token."""
+        """Take in a generated token, which is in the row already."""
+        self._length += 1
         if self._seen is not None:
             self._seen.add(token_id)
         if self._output is not None:
             self._output.add(token_id)
+        if self._thinking is not None:
+            self._thinking.observe(token_id)
 
-    def edit(self, logits_V: torch.Tensor) -> None:
-        """Change one row of logits in place."""
+    def edit(self, logits_V: Floats) -> None:
+        """Change one row of logits in place. Raises what a processor raises."""
         if self._allowed_ids is not None:
-            allowed = self._allowed_ids.to(logits_V.device)
-            kept = logits_V[allowed]
-            logits_V.fill_(-torch.inf)
-            logits_V[allowed] = kept
-        self._ban(logits_V, self._bad_ids)
-        self._ban(logits_V, _ids([word[-1] for word in self._bad_words if self._follows(word[:-1])]))
+            kept = logits_V[self._allowed_ids]
+            logits_V.fill(-np.inf)
+            logits_V[self._allowed_ids] = kept
+        logits_V[self._bad_ids] = -np.inf
+        for last, before in self._bad_words:
+            if self._ends_with(before):
+                logits_V[last] = -np.inf
         if self._is_too_short:
-            self._ban(logits_V, self._stop_ids)
+            logits_V[self._stop_ids] = -np.inf
         if len(self._bias_ids):
-            logits_V[self._bias_ids.to(logits_V.device)] += self._bias.to(logits_V.device)
-        self._penalise(logits_V)
+            logits_V[self._bias_ids] += self._bias
+        # What overflows is found afterwards, in the largest logit.
+        with np.errstate(over="ignore"):
+            self._penalise(logits_V)
+        for processor in self._processors:
+            processor.apply(torch.from_numpy(logits_V), self._view())
 
-    def _penalise(self, logits_V: torch.Tensor) -> None:
-        device, sampling = logits_V.device, self.sampling
+    def _penalise(self, logits_V: Floats) -> None:
+        sampling = self._sampling
         if self._seen is not None:
-            ids = self._seen.ids.to(device)
-            # What overflows to infinity would make NaN of a logit of zero.
-            seen, penalty = logits_V[ids], min(sampling.repetition_penalty, MAX_FLOAT32)
-            logits_V[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
+            ids = self._seen.ids
+            # A penalty that is infinite as a float32 would make NaN of a logit of zero.
+            seen, penalty = logits_V[ids], np.float32(min(sampling.repetition_penalty, MAX_FLOAT32))
+            logits_V[ids] = np.where(seen > 0, seen / penalty, seen * penalty)
         if self._output is not None:
-            counts = self._output.counts.to(device)
             # Every id that is listed has occurred, so presence counts for each.
-            logits_V[self._output.ids.to(device)] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+            penalties = np.float32(sampling.frequency_penalty) * self._output.counts
+            logits_V[self._output.ids] -= penalties + np.float32(sampling.presence_penalty)
 
     @property
     def _is_too_short(self) -> bool:
-        return self.sequence.num_output < self.sampling.min_tokens
+        return self._length - self._num_prompt < self._sampling.min_tokens
 
-    def _follows(self, prefix: list[int]) -> bool:
-        """Whether the output ends with `prefix`."""
-        sequence, length = self.sequence, len(prefix)
-        if length > sequence.num_output:
+    def _ends_with(self, before: NDArray[np.int64]) -> bool:
+        """Whether the output ends with `before`."""
+        length = len(before)
+        if length > self._length - self._num_prompt:
             return False
-        return bool((sequence.tokens.view(sequence.num_tokens - length, sequence.num_tokens) == prefix).all())
+        return bool((self._tokens[self._length - length : self._length] == before).all())
 
-    def _ban(self, logits_V: torch.Tensor, ids: torch.Tensor) -> None:
-        if len(ids):
-            logits_V[ids.to(logits_V.device)] = -torch.inf
-
-    def _replay(self) -> None:
-        sequence = self.sequence
-        if self._seen is not None:
-            for token_id in sequence.tokens.view(0, sequence.request.num_prompt).tolist():
-                self._seen.add(token_id)
-        for token_id in sequence.tokens.view(sequence.request.num_prompt, sequence.num_tokens).tolist():
-            self.observe(token_id)
+    def _view(self) -> RowView:
+        prompt, output = self._tokens[: self._num_prompt], self._tokens[self._num_prompt : self._length]
+        return RowView(prompt, output, self._sampling, self._choice)
 
 
-def _ids(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+def _ids(values: Iterable[int]) -> NDArray[np.int64]:
+    return np.array(sorted(values), dtype=np.int64)

@@ -1,24 +1,30 @@
 """Log-probabilities as clients see them: of the model itself, before penalties and temperature."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from pdmesh.engine.truncation import Floats, top_ids
 from pdmesh.protocol.messages import TokenLogprobs
 
 
-def raw_logprobs(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Return the log-softmax of each row; a new tensor, so that later edits of the logits do not reach it."""
-    return torch.log_softmax(logits_RV, dim=-1, dtype=torch.float32)
+def raw_logprobs(logits_RV: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the log-softmax of each row; a new array, so that later edits of the logits do not reach it."""
+    logprobs_RV: NDArray[np.float32] = torch.log_softmax(torch.from_numpy(logits_RV), dim=-1).numpy()
+    return logprobs_RV
 
 
-def report_logprobs(logprobs_RV: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    """Describe the chosen token of each row and the `num_top` most likely ones, which may include it."""
-    chosen = torch.tensor(token_ids, dtype=torch.int64, device=logprobs_RV.device).unsqueeze(-1)
-    chosen_logprobs = logprobs_RV.gather(-1, chosen)
-    ranks = (logprobs_RV >= chosen_logprobs).sum(dim=-1).tolist()
-    top = logprobs_RV.topk(min(num_top, logprobs_RV.shape[-1]), dim=-1)
-    ids = torch.cat([chosen, top.indices], dim=-1).tolist()
-    values = torch.cat([chosen_logprobs, top.values], dim=-1).tolist()
-    return [
-        TokenLogprobs(token_ids=row_ids, logprobs=row_values, rank=rank)
-        for row_ids, row_values, rank in zip(ids, values, ranks, strict=True)
-    ]
+def describe_token(logprobs_V: Floats, token_id: int, num_top: int) -> TokenLogprobs:
+    """Describe the chosen token and the `num_top` most likely ones, best first, which may include it.
+
+    Equal ones come in order of their ids; the chosen one's rank is the last among its equals.
+    """
+    chosen = logprobs_V[token_id]
+    rank = int(np.count_nonzero(logprobs_V >= chosen))
+    ids = np.zeros(0, dtype=np.int64)
+    if num_top > 0:
+        ids = top_ids(logprobs_V, float(logprobs_V.max()), num_top)
+        ids = ids[np.argsort(-logprobs_V[ids], kind="stable")]
+    return TokenLogprobs(
+        token_ids=[token_id, *ids.tolist()], logprobs=[float(chosen), *logprobs_V[ids].tolist()], rank=rank
+    )

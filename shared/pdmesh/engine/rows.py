@@ -1,0 +1,93 @@
+"""The worker's tables: for each row its tokens, its block tables and what its next token is sampled with.
+
+Rows are fixed places that the scheduler hands out. A plan's deltas are applied here, and a step's input is gathered from here.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdmesh.engine.logits_processors import LogitsProcessor
+from pdmesh.engine.plan import NO_BLOCK, NewRow, StepPlan
+from pdmesh.engine.sampling_state import SamplingState, needs_state
+
+# Below this temperature the division overflows before the distribution differs from greedy.
+MIN_TEMPERATURE = 1e-5
+
+
+class Rows:
+    """Tables of `num_rows` rows. Memory of tokens is taken as it is first written."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_model_len: int,
+        num_groups: int,
+        block_size: int,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        # One column more than tokens: a row that has ended by length may run once more, in vain, and samples a token.
+        self.tokens: NDArray[np.uint32] = np.zeros((num_rows, max_model_len + 1), dtype=np.uint32)
+        self.block_size = block_size
+        width = -(-(max_model_len + 1) // block_size)
+        self.tables: list[NDArray[np.int32]] = [
+            np.full((num_rows, width), NO_BLOCK, dtype=np.int32) for _ in range(num_groups)
+        ]
+        self.is_greedy = np.zeros(num_rows, dtype=np.bool_)
+        self.is_stateful = np.zeros(num_rows, dtype=np.bool_)
+        """Whether something changes the logits; these rows have a `state`."""
+        self.wants_logprobs = np.zeros(num_rows, dtype=np.bool_)
+        self.has_failed = np.zeros(num_rows, dtype=np.bool_)
+        """Whether the choice has ended by an error: it may still run where it was planned before, but samples no more."""
+        self.told_prompt = np.zeros(num_rows, dtype=np.int64)
+        """Length of the prompt where its log-probabilities are wanted, else 0."""
+        self._new: list[NewRow | None] = [None] * num_rows
+        self._states: list[SamplingState | None] = [None] * num_rows
+        self._eos_token_ids = eos_token_ids
+        self._processors = processors
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in what changed since the plan before."""
+        for row in plan.freed:
+            self._new[row] = self._states[row] = None
+        for new in plan.new:
+            self._take(new)
+        for update in plan.updates:
+            end = update.first + len(update.block_ids)
+            self.tables[update.group][update.row, update.first : end] = update.block_ids
+
+    def new_of(self, row: int) -> NewRow:
+        """Return what the row began with."""
+        new = self._new[row]
+        assert new is not None, "a plan names a row that no sequence has"
+        return new
+
+    def state_of(self, row: int, length: int) -> SamplingState:
+        """Return the sampling state of a row of `length` tokens; the first time it is made by replaying them."""
+        state = self._states[row]
+        if state is None:
+            tokens = self.tokens[row]
+            state = SamplingState(self.new_of(row), tokens, length, self._eos_token_ids, self._processors)
+            self._states[row] = state
+        return state
+
+    def put(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """Append a token to each of `rows`, which have `lengths` tokens."""
+        self.tokens[rows, np.minimum(lengths, self.tokens.shape[1] - 1)] = token_ids
+
+    def _take(self, new: NewRow) -> None:
+        row, sampling = new.row, new.sampling
+        token_ids = np.frombuffer(new.token_ids, dtype="<u4")
+        self.tokens[row, : len(token_ids)] = token_ids
+        for table, blocks in zip(self.tables, new.blocks, strict=True):
+            table[row] = NO_BLOCK
+            table[row, : len(blocks)] = blocks
+        self._new[row], self._states[row] = new, None
+        self.is_greedy[row] = sampling.temperature < MIN_TEMPERATURE
+        self.is_stateful[row] = needs_state(sampling, self._processors)
+        self.wants_logprobs[row] = sampling.logprobs is not None
+        self.told_prompt[row] = new.num_prompt if new.wants_prompt_logprobs else 0
+        self.has_failed[row] = False
