@@ -92,6 +92,19 @@ def test_names_are_told_whole_when_asked_for() -> None:
     assert removed == {"type": "BlockRemoved", "block_hashes": KEYS[:1], "medium": "GPU", "group_idx": 0}
 
 
+def test_older_consumers_get_arrays_in_vllms_order() -> None:
+    log = KVEventLog([FULL, SLIDING], as_arrays=True)
+    log.cleared()
+    log.stored(1, KEYS[1:2], KEYS[0], list(range(16)), 16)
+    log.removed(0, KEYS[:1])
+    log.removed(0, KEYS[1:2])
+    assert taken(log) == [
+        ["AllBlocksCleared"],
+        ["BlockStored", INTS[1:2], INTS[0], list(range(16)), 16, None, "GPU", None, [None], 1, "sliding_window", 64],
+        ["BlockRemoved", INTS[:2], "GPU", 0],
+    ]
+
+
 def test_short_names_become_their_last_64_bits() -> None:
     chain: list[bytes] = []
     BlockHasher("xxhash", "s", 16).extend(chain, np.arange(16))

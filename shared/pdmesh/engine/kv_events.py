@@ -1,6 +1,7 @@
 """What happens to the prefix cache's names, as KV events in vLLM's msgpack format, collected by the core between two outputs.
 
-A batch is the array [seconds since the epoch, events, data-parallel rank]; an event is a map whose `type` is its class.
+A batch is the array [seconds since the epoch, events, data-parallel rank]; an event is a map whose `type` is its class, or
+for consumers made for vLLM before 0.32 an array of the class's name and the fields in order.
 External indexers (llm-d's, vllm-router's) follow these to know which engine holds which prefix. The server publishes batches
 as they come from here, without looking inside.
 """
@@ -61,6 +62,18 @@ class AllBlocksCleared(msgspec.Struct, kw_only=True, tag=True, omit_defaults=Tru
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+class _StoredArray(BlockStored, kw_only=True, tag="BlockStored", array_like=True, omit_defaults=True, gc=False):
+    pass
+
+
+class _RemovedArray(BlockRemoved, kw_only=True, tag="BlockRemoved", array_like=True, omit_defaults=True, gc=False):
+    pass
+
+
+class _ClearedArray(AllBlocksCleared, kw_only=True, tag="AllBlocksCleared", array_like=True, gc=False):
+    pass
+
+
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The events between two outputs of the core, in order."""
 
@@ -75,9 +88,14 @@ _encode = msgspec.msgpack.Encoder().encode
 class KVEventLog:
     """Collects events. Who has none, because events are off, has nothing to do."""
 
-    def __init__(self, groups: Sequence[KVGroup], *, use_int_block_hashes: bool = True) -> None:
+    def __init__(
+        self, groups: Sequence[KVGroup], *, use_int_block_hashes: bool = True, as_arrays: bool = False
+    ) -> None:
         """With `use_int_block_hashes` a name is told as its last 64 bits, which is what vLLM does unless told otherwise."""
         self._groups = list(groups)
+        self._stored = _StoredArray if as_arrays else BlockStored
+        self._removed = _RemovedArray if as_arrays else BlockRemoved
+        self._cleared = _ClearedArray if as_arrays else AllBlocksCleared
         self._use_int = use_int_block_hashes
         self._events: list[KVEvent] = []
 
@@ -102,7 +120,7 @@ class KVEventLog:
             extra_keys[0] = extras.untagged(is_first=True)
         rule = self._groups[group]
         self._append(
-            BlockStored(
+            self._stored(
                 block_hashes=self._shown(keys),
                 parent_block_hash=None if parent_key is None else self._shown([parent_key])[0],
                 token_ids=token_ids,
@@ -123,11 +141,11 @@ class KVEventLog:
         if isinstance(last, BlockRemoved) and last.group_idx == group and len(last.block_hashes) < MAX_EVENTS:
             last.block_hashes += self._shown(keys)
         else:
-            self._append(BlockRemoved(block_hashes=self._shown(keys), medium=MEDIUM, group_idx=group))
+            self._append(self._removed(block_hashes=self._shown(keys), medium=MEDIUM, group_idx=group))
 
     def cleared(self) -> None:
         """Note that no block has a name any more. What was noted before is void."""
-        self._events = [AllBlocksCleared()]
+        self._events = [self._cleared()]
 
     def take(self) -> bytes:
         """Return what was noted since the last call as one encoded KVEventBatch; empty when that is nothing."""

@@ -22,7 +22,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class KVEventsConfig(Settings):
-    """vLLM's keys and defaults, and one of ours."""
+    """vLLM's keys and defaults, and two of ours at the end."""
 
     enable_kv_cache_events: bool = False
     """Collect events of the prefix cache."""
@@ -42,6 +42,9 @@ class KVEventsConfig(Settings):
     """First frame of each message."""
     use_int_block_hashes: bool = True
     """Tell a name's last 64 bits instead of all its bytes; in vLLM the variable VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES."""
+
+    event_encoding: Literal["map", "array"] = "map"
+    """How an event is encoded: as by vLLM 0.32, or as an array, as by those before it and as llm-d's indexers read it."""
 
     @property
     def is_on(self) -> bool:
@@ -75,7 +78,13 @@ def kv_events_config(config: EngineConfig) -> KVEventsConfig | None:
 def make_event_log(config: EngineConfig, groups: Sequence[KVGroup]) -> KVEventLog | None:
     """Return the core's log for its KV groups; None when events are off."""
     settings = kv_events_config(config)
-    return None if settings is None else KVEventLog(groups, use_int_block_hashes=settings.use_int_block_hashes)
+    if settings is None:
+        return None
+    return KVEventLog(
+        groups,
+        use_int_block_hashes=settings.use_int_block_hashes,
+        as_arrays=settings.event_encoding == "array",
+    )
 
 
 def binds(endpoint: str) -> bool:

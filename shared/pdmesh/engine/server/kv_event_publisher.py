@@ -71,7 +71,7 @@ class KVEventPublisher:
         """Return the settings with the endpoints as they are now, as `/kv_event_sources` of vLLM shows them."""
         addresses = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
         own = {"publisher": "zmq"} | addresses
-        return self.settings.model_dump(exclude={"use_int_block_hashes"}) | own
+        return self.settings.model_dump(exclude={"use_int_block_hashes", "event_encoding"}) | own
 
     def publish(self, batch: bytes) -> None:
         """Send an encoded batch; never blocks. A consumer that has `hwm` batches waiting misses it."""
