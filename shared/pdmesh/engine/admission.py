@@ -1,6 +1,7 @@
 """What the core accepts: every request is checked once, here, so that nothing behind it meets data it cannot work with."""
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from pdmesh.engine.limits import Limits
 from pdmesh.engine.messages import AddRequest, TransferEnded
 from pdmesh.engine.sampling_limits import check_sampling
 from pdmesh.errors import RETRY_AFTER_S, InvalidRequest, MeshError, Overloaded
-from pdmesh.protocol.messages import ChoiceDelta
+from pdmesh.protocol.messages import ChoiceDelta, SamplingParams
 
 # The noise counts choices in 32 bits.
 CHOICE_RANGE = 1 << 32
@@ -18,9 +19,11 @@ CHOICE_RANGE = 1 << 32
 class Admission:
     """Decides what may join the queue, and where in the order it stands."""
 
-    def __init__(self, state: EngineState) -> None:
+    def __init__(self, state: EngineState, check_extra: Callable[[SamplingParams], None] | None = None) -> None:
+        """`check_extra` knows what custom logits processors want; it raises MeshError."""
         self._state = state
         self._limits = state.limits
+        self._check_extra = check_extra
 
     def check(self, add: AddRequest) -> None:
         """Raise InvalidRequest for a request that can never be served, Overloaded for one that finds the queue full."""
@@ -28,6 +31,8 @@ class Admission:
         if request.request_id in state.requests:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         check_request(add, limits)
+        if self._check_extra is not None:
+            self._check_extra(request.sampling)
         num_queued, most = state.num_queued, limits.max_num_queued_reqs
         if num_queued + len(request.choices) > most:
             raise Overloaded(

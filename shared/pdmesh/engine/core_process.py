@@ -5,6 +5,7 @@ ready, serve until Shutdown. What it cannot do becomes a CoreFailed.
 """
 
 import contextlib
+import functools
 import gc
 import logging
 import signal
@@ -31,6 +32,7 @@ from pdmesh.engine.kv_groups import KVGroup
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.launch import Launch
 from pdmesh.engine.links import Links
+from pdmesh.engine.logits_processors import LogitsProcessor, check_processors, load_processors, make_processors
 from pdmesh.engine.mailbox import Mailbox, open_mailbox
 from pdmesh.engine.messages import CoreFailed, CoreProgress, CoreReady
 from pdmesh.engine.runner import Runner
@@ -75,6 +77,8 @@ class _Progress(ProgressCallback):
 
 
 def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
+    # Before the weights: what cannot be imported is told at once.
+    processors = load_processors(config.logits_processors)
     backend = make_backend(config.backend, config.cpu_threads)
     with contextlib.closing(backend):
         info = backend.load(config.model, config.dtype, config.block_size or None, _Progress(mailbox))
@@ -84,11 +88,15 @@ def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
         with (
             _bound_pool(launch.pool_fd, backend, info, sizes) as pool,
             _links(launch, config, pool) as links,
-            contextlib.closing(_executor(config, backend, info, sizes)) as executor,
+            contextlib.closing(_executor(config, backend, info, sizes, processors)) as executor,
         ):
             groups = kv_groups(info)
             events = make_event_log(config, groups)
-            scheduler = Scheduler(_kv_manager(config, info, pool, groups, events), resolve_limits(config, info, sizes))
+            scheduler = Scheduler(
+                _kv_manager(config, info, pool, groups, events),
+                resolve_limits(config, info, sizes),
+                functools.partial(check_processors, processors) if processors else None,
+            )
             core = Core(scheduler, executor, links.links, mailbox, mailbox.send, events)
             mailbox.send(_ready(config, backend, info, sizes, pool, links.metadata))
             # The model's objects live as long as the process: the collector need not look at them again.
@@ -131,7 +139,9 @@ def _links(launch: Launch, config: EngineConfig, pool: KVPool) -> Iterator[_Regi
         yield _RegisteredLinks(links, metadata)
 
 
-def _executor(config: EngineConfig, backend: Backend, info: ModelInfo, sizes: Sizes) -> Executor:
+def _executor(
+    config: EngineConfig, backend: Backend, info: ModelInfo, sizes: Sizes, processors: list[type[LogitsProcessor]]
+) -> Executor:
     """Start the thread that computes steps."""
     if not config.async_scheduling:
         log.info(
@@ -144,6 +154,7 @@ def _executor(config: EngineConfig, backend: Backend, info: ModelInfo, sizes: Si
         num_groups=len(info.groups),
         block_size=info.groups[0].block_size,
         eos_token_ids=frozenset(info.eos_token_ids),
+        processors=make_processors(processors, info.vocab_size),
     )
     return Executor(runner, is_async=config.async_scheduling)
 

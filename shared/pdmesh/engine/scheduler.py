@@ -6,6 +6,7 @@ A step may be planned while the one before it still runs: its token counts are k
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdmesh.connector.base import PullResult
@@ -20,6 +21,7 @@ from pdmesh.engine.remote_kv import Begun, RemoteKV
 from pdmesh.engine.request import Request, Sequence
 from pdmesh.engine.states import Event, IllegalEvent
 from pdmesh.errors import InternalError, MeshError, Overloaded
+from pdmesh.protocol.messages import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +44,15 @@ class Schedule:
 class Scheduler:
     """Admission, batching, preemption and the ends of requests, over an `EngineState`."""
 
-    def __init__(self, kv: KVManager, limits: Limits) -> None:
+    def __init__(
+        self, kv: KVManager, limits: Limits, check_extra: Callable[[SamplingParams], None] | None = None
+    ) -> None:
+        """`check_extra`: see `Admission`."""
         assert kv.fits_alone(limits.max_model_len), "a sequence that is alone must fit"
         self.state = EngineState(kv, limits)
         self._limits = limits
         self._max_active = limits.max_num_active_seqs or limits.max_num_seqs
-        self._admission = Admission(self.state)
+        self._admission = Admission(self.state, check_extra)
         self._remote = RemoteKV(self.state)
         self._progress = Progress(self.state, self._remote)
         self._num_requests = 0
