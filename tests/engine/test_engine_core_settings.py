@@ -1,0 +1,87 @@
+"""Settings as they come out in a real core: defaults by use, a pool by profile run, groups in one pool, refusals in one line."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdmesh.config import EngineConfig
+from pdmesh.engine.core_client import CoreClient
+from pdmesh.engine.messages import CoreReady, StepOutput
+from pdmesh.engine.sizing import MAX_AUTOMATIC_POOL_BYTES
+from pdmesh.errors import ConfigError
+from pdmesh.protocol.messages import ChoiceDelta
+from support.core_harness import make_add
+from support.tiny_models import make_tiny
+
+PROMPT = list(range(5, 75))
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers that see all, and layers with a window of 20 tokens."""
+    return make_tiny("gemma3", tmp_path_factory.mktemp("models") / "gemma3")
+
+
+def serve(model: Path, *, offline: bool = False, **settings: Any) -> tuple[CoreReady, list[ChoiceDelta]]:
+    """Start a core, generate 8 tokens behind 70, end it."""
+    fixed = {"model": str(model), "cpu_threads": 1, "connector": ["shm"], "block_size": 4}
+    config = EngineConfig(**(fixed | settings))
+    client = CoreClient(config, engine_id="test", epoch=7, on_progress=lambda stage, _: None, offline=offline)
+
+    async def run() -> list[ChoiceDelta]:
+        async with asyncio.timeout(60), client:
+            client.send(make_add(PROMPT, max_tokens=8))
+            deltas: list[ChoiceDelta] = []
+            async for message in client.outputs():
+                assert isinstance(message, StepOutput)
+                deltas += message.deltas
+                if deltas and deltas[-1].finish_reason:
+                    break
+            return deltas
+
+    deltas = asyncio.run(run())
+    return client.ready, deltas
+
+
+def tokens_of(deltas: list[ChoiceDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def test_defaults_by_use_and_what_they_change(gemma: Path) -> None:
+    server, deltas = serve(gemma)
+    assert (server.max_num_seqs, server.max_num_batched_tokens) == (128, 2048)
+    assert len(server.layout_fingerprints) > 1, "layers with a window are a group of their own"
+    # A profile run leaves as much as one pool may take by itself.
+    assert 0 < server.num_blocks * server.block_bytes <= MAX_AUTOMATIC_POOL_BYTES
+    # Small steps, one planned after the other, a pool that holds little more than one sequence, several tokens a message.
+    small, in_threes = serve(
+        gemma,
+        offline=True,
+        max_num_batched_tokens=16,
+        async_scheduling=False,
+        kv_cache_memory_bytes=70 * server.block_bytes,
+        max_model_len=80,
+        stream_interval=3,
+    )
+    assert (small.max_num_seqs, small.max_num_batched_tokens, small.num_blocks) == (16, 16, 70)
+    assert tokens_of(in_threes) == tokens_of(deltas)
+    assert [len(delta.token_ids) for delta in deltas] == [1] * 8
+    assert [len(delta.token_ids) for delta in in_threes] == [1, 3, 3, 1]
+    assert [delta.finish_reason for delta in in_threes] == ["", "", "", "length"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_num_active_seqs": 129}, "max-num-active-seqs 129 is more than max-num-seqs 128"),
+        ({"logits_processors": ["json:NoSuchClass"]}, "logits-processors: 'json:NoSuchClass' cannot be imported"),
+    ],
+)
+def test_what_only_the_core_can_know_is_refused_in_one_line(gemma: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        serve(gemma, **settings)
+    assert "\n" not in caught.value.message
