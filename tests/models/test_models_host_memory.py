@@ -33,6 +33,16 @@ def test_the_tightest_group_above_counts_and_page_cache_gives_way(tmp_path: Path
     assert available_bytes(write(tmp_path, HOST | limits)) == 350000
 
 
+def test_a_fraction_is_of_all_memory_and_counts_what_is_in_use(tmp_path: Path) -> None:
+    root = write(
+        tmp_path, {"proc/meminfo": "MemTotal: 4000 kB\nMemAvailable: 1000 kB\n", "proc/self/cgroup": "0::/pod\n"}
+    )
+    assert available_bytes(root, fraction=0.9) == 600 * 1024
+    assert available_bytes(root, fraction=0.5) == 0
+    write(root, {"sys/fs/cgroup/pod/memory.max": "1000000", "sys/fs/cgroup/pod/memory.current": "600000"})
+    assert available_bytes(root, fraction=0.9) == 300000
+
+
 def test_a_container_that_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
     limits = {"sys/fs/cgroup/memory.max": "300000", "sys/fs/cgroup/memory.current": "100000"}
     assert available_bytes(write(tmp_path, HOST | limits)) == 200000

@@ -24,7 +24,7 @@ def available_bytes(root: Path = Path("/"), *, fraction: float = 1.0) -> int:
     1.0 goes as far as the host does not swap and no cgroup kills. `root` is for tests.
     """
     budgets = [_host(root), *(_cgroup(folder) for folder in _cgroups(root, "memory"))]
-    free = [each.free_bytes - int(each.limit_bytes * (1 - fraction)) for each in budgets if each is not None]
+    free = [each.free_bytes - each.limit_bytes + int(each.limit_bytes * fraction) for each in budgets if each is not None]
     return max(0, min(free, default=NO_LIMIT_BYTES))
 
 
