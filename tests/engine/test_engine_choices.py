@@ -119,13 +119,13 @@ def test_a_choice_that_has_not_started_is_a_number() -> None:
     assert (len(request.sequences), len(request.held)) == (1, 49)
     assert scheduler.state.stats().num_waiting == 50
     seen = []
-    run = core._core._runner.run
+    update = core.scheduler.update
 
-    def watched(schedule: object) -> object:
+    def watched(*step: object) -> None:
         seen.append(len(request.sequences))
-        return run(schedule)  # type: ignore[arg-type]
+        update(*step)  # type: ignore[arg-type]
 
-    core._core._runner.run = watched  # type: ignore[method-assign, assignment]
+    core.scheduler.update = watched  # type: ignore[method-assign, assignment]
     core.run()
     assert max(seen) == 5
     assert [core.tokens(choice=choice) for choice in (0, 1, 25, 49)] == [
@@ -156,7 +156,7 @@ def test_any_choice_may_be_aborted_at_any_time(aborted: list[int], num_steps: in
     prompt = prompt_of(14)
     core.scheduler.add(make_add(prompt, n=4, **OPTIONS))
     for _ in range(num_steps):
-        core._core.step(core.scheduler.schedule())
+        core.step()
     core.run(*(Abort(request_id="r", choice=choice) for choice in aborted))
     for choice in range(4):
         if choice in aborted:
@@ -169,7 +169,7 @@ def test_any_choice_may_be_aborted_at_any_time(aborted: list[int], num_steps: in
 def test_an_aborted_lead_leaves_what_it_computed_to_the_next() -> None:
     core = CoreHarness(max_num_batched_tokens=8, enable_prefix_caching=False)
     core.scheduler.add(make_add(prompt_of(14), n=2))
-    core._core.step(core.scheduler.schedule())
+    core.step()
     core.run(Abort(request_id="r", choice=0))
     assert core.tokens(choice=1) == expected_tokens(prompt_of(14), 8)
     assert core.deltas_of(choice=1)[0].cached_tokens == 8
@@ -190,11 +190,11 @@ def test_the_check_notices_a_block_that_two_would_write() -> None:
     core = CoreHarness()
     for request_id in ("a", "b"):
         core.scheduler.add(make_add(prompt_of(6), request_id))
-    core._core.step(core.scheduler.schedule())
+    core.step()
     a, b = (core.scheduler.state.requests[request_id].lead for request_id in ("a", "b"))
     core.scheduler.state.check_integrity()
-    core.scheduler.state.kv.groups[0].blocks.acquire(a.blocks[0][1:])
-    core.scheduler.state.kv.groups[0].blocks.release(b.blocks[0][1:])
+    core.scheduler.state.kv._pool.acquire(a.blocks[0][1:])
+    core.scheduler.state.kv._pool.release(b.blocks[0][1:])
     b.blocks[0][1] = a.blocks[0][1]
     with pytest.raises(AssertionError, match="would write to shared blocks"):
         core.scheduler.state.check_integrity()

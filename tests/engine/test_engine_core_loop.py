@@ -325,7 +325,7 @@ def test_whatever_the_parameters_are_a_request_is_served_or_its_client_is_told(
 @pytest.mark.parametrize("wrong", [{"min_p": 5.0, "temperature": 1.0}, {"logprobs": -5}, {"prompt_logprobs": -7}])
 def test_a_row_that_cannot_be_sampled_ends_alone(wrong: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, it took all requests of its step along, and after three such steps the engine."""
-    monkeypatch.setattr("pdmesh.engine.scheduler.check_request", lambda add, limits: None)
+    monkeypatch.setattr("pdmesh.engine.admission.check_request", lambda add, limits: None)
     core = CoreHarness()
     core.add(prompt_of(5), "good", max_tokens=8)
     for index in range(4):

@@ -3,25 +3,31 @@
 import pytest
 
 from pdmesh.connector.base import PullResult
-from pdmesh.engine.limits import Limits
+from pdmesh.engine.block_hash import BlockHasher
 from pdmesh.engine.block_pool import BlockPool
-from pdmesh.engine.kv_manager import KVGroup, KVManager
-from pdmesh.engine.progress import RowResult
+from pdmesh.engine.kv_groups import KVGroup
+from pdmesh.engine.kv_manager import KVManager
+from pdmesh.engine.limits import Limits
+from pdmesh.engine.plan import NO_BLOCK, NO_TOKEN, StepResult
 from pdmesh.engine.scheduler import Schedule, Scheduler
-from pdmesh.engine.states import FINISH_REASON, TRANSITIONS, Event, State, after
+from pdmesh.engine.states import FINISH_REASON, TRANSITIONS, Event, IllegalEvent, State, after
 from pdmesh.protocol.messages import GroupBlocks, KVSource
 from support.core_harness import make_add
 
 NEXT = 5
+EOS = 1
 
 
-def make_scheduler(num_blocks: int = 100, **limits: int) -> Scheduler:
-    group = KVGroup(blocks=BlockPool(num_blocks), block_size=4, root=b"r" * 32)
+def make_scheduler(num_blocks: int = 100, *, windows: tuple[int, ...] = (0,), **limits: float) -> Scheduler:
+    groups = [KVGroup(4, "sliding" if window else "full", window) for window in windows]
     values = {"max_num_batched_tokens": 20, "max_num_seqs": 8, "max_model_len": num_blocks * 4} | limits
-    return Scheduler(
-        KVManager([group], enable_prefix_caching=True),
-        Limits(vocab_size=1000, eos_token_ids=frozenset({1}), **values),
+    kv = KVManager(
+        groups,
+        BlockPool(num_blocks, len(groups)),
+        BlockHasher("sha256", "", 4),
+        max_chunk_tokens=values["max_num_batched_tokens"],
     )
+    return Scheduler(kv, Limits(vocab_size=1000, eos_token_ids=frozenset({EOS}), **values))
 
 
 def add(scheduler: Scheduler, request_id: str, length: int, **options: object) -> None:
@@ -31,15 +37,20 @@ def add(scheduler: Scheduler, request_id: str, length: int, **options: object) -
 
 
 def shares(schedule: Schedule) -> dict[str, int]:
-    return {row.sequence.request.request_id: row.num_tokens for row in schedule.rows}
+    ids = [sequence.request.request_id for sequence in schedule.sequences]
+    return dict(zip(ids, schedule.plan.counts, strict=True))
+
+
+def result_of(schedule: Schedule, token_id: int = NEXT) -> StepResult:
+    return StepResult(token_ids=[token_id if is_sampled else NO_TOKEN for is_sampled in schedule.plan.samples])
 
 
 def step(scheduler: Scheduler) -> dict[str, int]:
     schedule = scheduler.schedule()
-    given = shares(schedule)
-    scheduler.update(schedule, [RowResult(token_id=NEXT) if row.needs_token else RowResult() for row in schedule.rows])
+    if schedule.sequences:
+        scheduler.update(schedule, result_of(schedule))
     scheduler.state.check_integrity()
-    return given
+    return shares(schedule)
 
 
 def test_running_sequences_go_first_and_the_rest_of_the_budget_is_for_prompts() -> None:
@@ -113,7 +124,7 @@ def test_fetched_kv_of_later_arrivals_makes_way_when_nothing_else_runs() -> None
         blocks = GroupBlocks(group=0, block_ids=[0, 1, 2, 3], generations=[1] * 4)
         source = KVSource(transfer_id=request_id, peer_id="p@1", groups=[blocks], num_tokens=16)
         add(scheduler, request_id, 16, emitted=[[NEXT]], max_tokens=9, source=source)
-    assert not scheduler.schedule().rows
+    assert not scheduler.schedule().sequences
     for transfer_id in ("b", "a"):
         scheduler.end_pull(PullResult(transfer_id=transfer_id, reason="", num_bytes=1, duration_s=0.0), "shm")
     assert step(scheduler) == {"a": 1}
@@ -146,5 +157,203 @@ def test_every_live_state_can_be_aborted_and_no_final_one_goes_on() -> None:
 
 
 def test_an_event_that_cannot_happen_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="PREEMPTED cannot happen to a sequence that is FINISHED_STOPPED"):
+    with pytest.raises(IllegalEvent, match="PREEMPTED cannot happen to a sequence that is FINISHED_STOPPED"):
         after(State.FINISHED_STOPPED, Event.PREEMPTED)
+
+
+def test_a_bug_in_the_states_ends_one_request_and_the_others_go_on() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 4)
+    add(scheduler, "b", 4)
+    schedule = scheduler.schedule()
+    # As if a defect had ended it without anybody noticing.
+    schedule.sequences[0].state = State.WAITING_FOR_GRAMMAR
+    schedule.sequences[0].request.sampling.stop_token_ids.append(NEXT)
+    scheduler.state.compiling["a"] = schedule.sequences[0]
+    scheduler.state.running.remove(schedule.sequences[0])
+    scheduler.update(schedule, result_of(schedule))
+    deltas = {delta.request_id: delta for delta in scheduler.state.outbox.deltas}
+    assert (deltas["a"].error_code, deltas["b"].token_ids) == ("InternalError", [NEXT])
+    assert scheduler.state.counters.illegal_events == 1
+    assert list(scheduler.state.requests) == ["b"]
+
+
+def test_a_step_is_planned_before_the_tokens_of_the_one_under_way_are_known() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 6, max_tokens=3)
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    assert (second.plan.starts, second.plan.counts, second.plan.samples) == ([6], [1], [True])
+    third = scheduler.schedule()
+    assert third.plan.starts == [7]
+    # The third token is the last: nothing is computed behind it.
+    assert not scheduler.schedule().sequences
+    for schedule in (first, second, third):
+        scheduler.update(schedule, result_of(schedule))
+    assert [delta.token_ids for delta in scheduler.state.outbox.deltas] == [[NEXT]] * 3
+    assert scheduler.state.outbox.deltas[-1].finish_reason == "length"
+    assert scheduler.state.kv.num_used == 0
+
+
+def test_what_was_planned_behind_an_unforeseen_end_is_dropped() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_add([10, 11, 12], "a", max_tokens=9, ignore_eos=False))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.update(first, result_of(first, EOS))
+    assert scheduler.state.kv.num_used == 0
+    scheduler.update(second, result_of(second))
+    assert [delta.token_ids for delta in scheduler.state.outbox.deltas] == [[EOS]]
+    scheduler.state.check_integrity()
+
+
+def test_a_token_that_was_under_way_at_its_preemption_is_kept() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 4)
+    first = scheduler.schedule()
+    [sequence] = first.sequences
+    scheduler.state.preempt(sequence)
+    # It must not start again while the step that holds its next token is under way.
+    assert not scheduler.schedule().sequences
+    scheduler.update(first, result_of(first))
+    assert (sequence.num_tokens, sequence.num_computed, sequence.state) == (5, 0, State.PREEMPTED)
+    assert step(scheduler) == {"a": 5}
+
+
+def test_lower_priority_values_go_first_and_are_preempted_last() -> None:
+    scheduler = make_scheduler(num_blocks=6, by_priority=True)
+    add(scheduler, "a", 8, max_tokens=8, priority=1)
+    assert step(scheduler) == {"a": 8}
+    add(scheduler, "b", 4, max_tokens=8, priority=1)
+    add(scheduler, "c", 4, max_tokens=8, priority=0)
+    assert step(scheduler) == {"a": 1, "c": 4, "b": 4}
+    preempted = []
+    for _ in range(20):
+        step(scheduler)
+        preempted += [each.request.request_id for each in scheduler.state.waiting if each.state is State.PREEMPTED]
+    assert preempted[0] == "b"
+    assert "c" not in preempted
+
+
+def test_waiting_outweighs_priority_with_aging(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("pdmesh.engine.admission.time.monotonic", lambda: now)
+    scheduler = make_scheduler(max_num_seqs=1, by_priority=True, priority_aging_s=10.0)
+    add(scheduler, "a", 4, priority=2)
+    now = 119.0
+    add(scheduler, "b", 4, priority=0)
+    now = 121.0
+    add(scheduler, "c", 4, priority=0)
+    order = [each.request.request_id for each in scheduler.state.waiting]
+    assert order == ["b", "a", "c"]
+
+
+def test_the_threshold_does_not_hold_back_a_request_that_is_alone() -> None:
+    scheduler = make_scheduler(long_prefill_token_threshold=8)
+    add(scheduler, "a", 30)
+    assert step(scheduler) == {"a": 20}
+
+
+def test_the_adaptive_threshold_is_at_least_a_fair_share_of_the_budget() -> None:
+    scheduler = make_scheduler(long_prefill_token_threshold=2, is_threshold_adaptive=True)
+    add(scheduler, "a", 30)
+    add(scheduler, "b", 30)
+    assert step(scheduler) == {"a": 10, "b": 10}
+
+
+def test_no_more_prompts_are_computed_in_part_than_allowed() -> None:
+    scheduler = make_scheduler(long_prefill_token_threshold=8, max_num_partial_prefills=1)
+    add(scheduler, "a", 12)
+    add(scheduler, "b", 12)
+    assert step(scheduler) == {"a": 8}
+    # a is complete now, so that another may be left incomplete.
+    assert step(scheduler) == {"a": 4, "b": 8}
+
+
+def test_fewer_sequences_may_be_active_than_there_are_rows() -> None:
+    scheduler = make_scheduler(max_num_seqs=4, max_num_active_seqs=1)
+    for request_id in ("a", "b"):
+        add(scheduler, request_id, 3, max_tokens=1)
+    assert step(scheduler) == {"a": 3}
+    assert step(scheduler) == {"b": 3}
+
+
+def test_a_prompt_starts_only_when_all_of_it_finds_room_beside_those_who_run() -> None:
+    scheduler = make_scheduler(num_blocks=8)
+    add(scheduler, "a", 12, max_tokens=3)
+    add(scheduler, "b", 24, max_tokens=1)
+    assert step(scheduler) == {"a": 12}, "b's first chunk would fit, its second would not"
+    assert step(scheduler) == {"a": 1}
+    assert step(scheduler) == {"a": 1}
+    assert step(scheduler) == {"b": 20}
+
+
+def test_queued_prompt_tokens_are_bounded_and_a_longer_prompt_is_served_alone() -> None:
+    scheduler = make_scheduler(max_num_queued_tokens=10)
+    add(scheduler, "a", 16)
+    add(scheduler, "b", 1)
+    assert [delta.error_code for delta in scheduler.state.outbox.deltas] == ["Overloaded"]
+    step(scheduler)
+    add(scheduler, "c", 10)
+    assert set(scheduler.state.requests) == {"a", "c"}
+
+
+def test_tokens_are_told_in_groups_but_the_first_and_the_last_at_once() -> None:
+    scheduler = make_scheduler(stream_interval=3)
+    add(scheduler, "a", 4, max_tokens=6)
+    for _ in range(6):
+        step(scheduler)
+    assert [len(delta.token_ids) for delta in scheduler.state.outbox.deltas] == [1, 3, 2]
+
+
+def test_a_request_that_waits_for_its_grammar_holds_nobody_up() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 4, max_tokens=1)
+    add(scheduler, "b", 4, max_tokens=1)
+    scheduler.begin_grammar("a")
+    assert step(scheduler) == {"b": 4}
+    scheduler.end_grammar("a")
+    assert step(scheduler) == {"a": 4}
+
+
+def test_blocks_behind_a_window_go_back_and_the_table_keeps_its_length() -> None:
+    scheduler = make_scheduler(windows=(0, 6), max_model_len=100)
+    add(scheduler, "a", 18, max_tokens=20)
+    step(scheduler)
+    step(scheduler)
+    [sequence] = scheduler.state.running
+    full, sliding = sequence.blocks
+    assert len(full) == len(sliding) == 5
+    # The query at 18 reads from 13 on.
+    assert [block == NO_BLOCK for block in sliding] == [True, True, True, False, False]
+    assert scheduler.state.kv.num_used == 7
+
+
+def test_a_prefix_is_a_hit_where_every_group_can_go_on() -> None:
+    scheduler = make_scheduler(windows=(0, 6), max_model_len=100)
+    add(scheduler, "a", 16, max_tokens=1)
+    step(scheduler)
+    # The same 16 tokens, and more.
+    scheduler.add(make_add([10 + index % 90 + 100 * (ord("a") % 9) for index in range(19)], "b"))
+    assert step(scheduler) == {"b": 3}
+    [sequence] = scheduler.state.running
+    assert [block == NO_BLOCK for block in sequence.blocks[1]] == [True, True, False, False, False]
+
+
+def test_a_reset_forgets_what_is_cached_and_what_is_being_computed() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 16, max_tokens=8)
+    step(scheduler)
+    scheduler.reset_prefix_cache()
+    for _ in range(8):
+        step(scheduler)
+    scheduler.add(make_add([10 + index % 90 + 100 * (ord("a") % 9) for index in range(16)], "b"))
+    assert step(scheduler) == {"b": 16}
+
+
+def test_common_prefix_blocks_are_those_that_all_share() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 12)
+    step(scheduler)
+    scheduler.add(make_add([10 + index % 90 + 100 * (ord("a") % 9) for index in range(12)] + [7], "b"))
+    step(scheduler)
+    assert scheduler.state.kv.num_common_prefix_blocks(scheduler.state.running) == [3]

@@ -97,8 +97,10 @@ def test_a_pulled_prompt_goes_on_at_token_two(pair: tuple[CoreHarness, CoreHarne
         {"groups": [GroupBlocks(group=0, block_ids=[1] * 5, generations=[1] * 4)]},
         {"groups": [GroupBlocks(group=0, block_ids=[1] * 4, generations=[1] * 4)]},
         {"num_tokens": 0},
-        {"num_tokens": -20, "groups": [GroupBlocks(group=0, block_ids=[], generations=[])], "first_block": -5},
-        {"first_block": -1, "groups": [GroupBlocks(group=0, block_ids=[1] * 6, generations=[1] * 6)]},
+        {"num_tokens": -20, "groups": [GroupBlocks(group=0, block_ids=[], generations=[], first_block=-5)]},
+        {"groups": [GroupBlocks(group=0, block_ids=[1] * 6, generations=[1] * 6, first_block=-1)]},
+        {"groups": [GroupBlocks(group=1, block_ids=[1] * 5, generations=[1] * 5)]},
+        {"groups": [GroupBlocks(group=group, block_ids=[1] * 5, generations=[1] * 5) for group in (0, 1)]},
         {"deadline_s": math.nan},
         {"deadline_s": math.inf},
     ],
@@ -211,7 +213,7 @@ def test_a_failed_pull_ends_in_the_policy(
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"num_tokens": 40}, "mismatch"), ({"num_tokens": 12}, "mismatch"), ({"first_block": 1}, "mismatch")],
+    [({"num_tokens": 40}, "mismatch"), ({"num_tokens": 12}, "mismatch")],
 )
 def test_a_source_that_does_not_fit_is_not_pulled(
     pair: tuple[CoreHarness, CoreHarness], changes: dict[str, object], reason: str
@@ -231,7 +233,7 @@ def test_blocks_of_an_aborted_pull_stay_until_it_has_ended(pair: tuple[CoreHarne
     sealed = prefill_prompt(prefill, prompt)
     scheduler = decode.scheduler
     scheduler.add(make_add(prompt, emitted=[prefill.tokens()], source=source_of(sealed)))
-    assert not scheduler.schedule().rows
+    assert not scheduler.schedule().sequences
     assert decode.num_used == 5
     scheduler.abort("r")
     scheduler.state.check_integrity()

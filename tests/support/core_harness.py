@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from pdmesh.connector.base import WorkerConnector
 from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
-from pdmesh.engine.limits import Limits
 from pdmesh.engine.backend import Backend, ProgressCallback
 from pdmesh.engine.block_hash import BlockHasher
 from pdmesh.engine.block_key import root_key
@@ -17,6 +16,7 @@ from pdmesh.engine.executor import Executor
 from pdmesh.engine.kv_events import KVEventLog
 from pdmesh.engine.kv_groups import KVGroup
 from pdmesh.engine.kv_manager import KVManager
+from pdmesh.engine.limits import Limits
 from pdmesh.engine.links import Links
 from pdmesh.engine.messages import AddRequest, ConnectPeer, FromCore, PeerConnected, Shutdown, StepOutput, ToCore
 from pdmesh.engine.runner import Runner
@@ -37,7 +37,7 @@ class CoreHarness:
         num_blocks: int = 64,
         block_size: int = 4,
         enable_prefix_caching: bool = True,
-        is_async: bool = True,
+        is_async: bool = False,
         windows: list[int] | None = None,
         with_events: bool = False,
         connectors: dict[str, WorkerConnector] | None = None,
@@ -84,6 +84,7 @@ class CoreHarness:
             block_size=block_size,
             eos_token_ids=eos,
         )
+        self.runner = runner
         self.executor = Executor(runner, is_async=is_async)
         self._core = Core(self.scheduler, self.executor, self.links, self._inbox, self.sent.append, self.events)
 
@@ -105,6 +106,12 @@ class CoreHarness:
         self._core.run()
         self.scheduler.state.check_integrity()
         return self.sent[start:]
+
+    def step(self) -> None:
+        """Plan, execute and take in one step, here and now."""
+        schedule = self.scheduler.schedule()
+        if schedule.sequences:
+            self.scheduler.update(schedule, self.runner.run(schedule.plan))
 
     def connect(self, order: ConnectPeer) -> PeerConnected:
         """Have a peer connected and return the answer."""

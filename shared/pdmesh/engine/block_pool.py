@@ -52,9 +52,6 @@ class BlockPool:
         self.forget(taken)
         for block_id in taken:
             self._ref_counts[block_id] = 1
-            if block_id in self._copies:
-                # What was to be copied here is not wanted any more.
-                self.release([self._copies.pop(block_id)])
         if self._pool is not None and taken:
             # Before anything is written: a late reader must see the change no later than the new content.
             self._pool.bump(taken)
@@ -93,6 +90,9 @@ class BlockPool:
             assert count > 0, f"block {block_id} released more often than acquired"
             self._ref_counts[block_id] = count - 1
             if count == 1:
+                if block_id in self._copies:
+                    # What was to be copied here is not wanted any more.
+                    self.release([self._copies.pop(block_id)])
                 # A block without a key is of no use to anyone, so it is the first to be taken again.
                 self._free.push(block_id, first=self._keys[block_id] is None)
 

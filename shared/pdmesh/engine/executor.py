@@ -52,7 +52,10 @@ class Executor:
     @property
     def can_take(self) -> bool:
         """Whether a plan submitted now would be computed next."""
-        return self.is_idle or (self._is_async and self._num_submitted == self._num_computed)
+        num_under_way = self._num_submitted - self.num_ended
+        return num_under_way == 0 or (
+            self._is_async and num_under_way == 1 and self._num_submitted == self._num_computed
+        )
 
     def fileno(self) -> int:
         """Readable when `can_take` or `take_results` may have changed."""

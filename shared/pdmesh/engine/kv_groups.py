@@ -25,7 +25,7 @@ class KVGroup:
     def max_blocks(self, num_tokens: int, max_chunk_tokens: int) -> int:
         """Return the most blocks that a sequence of `num_tokens` holds at once when it is computed in such chunks.
 
-        A window's blocks go back when the step that needed them is known to have ended, which is up to two chunks later.
+        A window's blocks go back when the step that read them has ended; by then the next chunk has its blocks too.
         """
         total = -(-num_tokens // self.block_size)
         if not self.window:

@@ -89,21 +89,19 @@ class KVManager:
         blocks = [self._found(index, keys, count) for index in range(len(self.groups))]
         return Hit(blocks, count * self.block_size)
 
-    def register(self, sequence: Sequence) -> None:
-        """Make the blocks that are full and computed by now findable."""
+    def note_computed(self, sequence: Sequence) -> None:
+        """Make the blocks that are full and computed by now findable, and take back those that no later query reads.
+
+        Steps under way compute what is behind the computed tokens, so that they do not read them either.
+        """
         num_full, done = sequence.num_computed // self.block_size, sequence.num_registered
-        if num_full <= done or not self.enable_prefix_caching or not sequence.may_register:
+        if num_full <= done:
             return
         sequence.num_registered = num_full
-        keys = self._keys(sequence, num_full)
-        for index, blocks in enumerate(sequence.blocks):
-            stored = [
-                place
-                for place in range(done, num_full)
-                if blocks[place] != NO_BLOCK and self._pool.register(index, blocks[place], keys[place])
-            ]
-            if self._events is not None and stored:
-                self._tell_stored(self._events, sequence, index, stored)
+        if self.enable_prefix_caching and sequence.may_register:
+            self._register(sequence, done, num_full)
+        if self._has_windows:
+            self._drop_unneeded(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """Take the names off a sequence's blocks: what they hold is not to be trusted."""
@@ -135,8 +133,6 @@ class KVManager:
         The blocks of `hit` become its first. No query before `start` will be computed, so what only those would read gets
         no block. `reserve` blocks must stay free behind it, unless it takes none.
         """
-        if self._has_windows and sequence.num_computed:
-            self._drop_unneeded(sequence)
         have = len(hit.blocks[0]) if hit is not None else len(sequence.blocks[0])
         end = -(-num_tokens // self.block_size)
         # Where each group's new blocks begin; before that its table has NO_BLOCK.
@@ -267,11 +263,20 @@ class KVManager:
     def _num_from_free(self, hit: Hit) -> int:
         return sum(block_id != NO_BLOCK and self._pool.is_free(block_id) for table in hit.blocks for block_id in table)
 
+    def _register(self, sequence: Sequence, first: int, end: int) -> None:
+        keys = self._keys(sequence, end)
+        for index, blocks in enumerate(sequence.blocks):
+            stored = [
+                place
+                for place in range(first, end)
+                if blocks[place] != NO_BLOCK and self._pool.register(index, blocks[place], keys[place])
+            ]
+            if self._events is not None and stored:
+                self._tell_stored(self._events, sequence, index, stored)
+
     def _drop_unneeded(self, sequence: Sequence) -> None:
-        """Give back what no query behind the computed tokens reads. Steps under way may: they run before any that reuses it."""
         for group, table in zip(self.groups, sequence.blocks, strict=True):
-            end = min(group.first_needed(sequence.num_computed), len(table))
-            start = end
+            start = end = min(group.first_needed(sequence.num_computed), len(table))
             while start > 0 and table[start - 1] != NO_BLOCK:
                 start -= 1
             self._pool.release(table[start:end])

@@ -67,7 +67,7 @@ class Progress:
         sequence.num_computed += count
         kv, request = self._state.kv, sequence.request
         if sequence.num_computed >= (sequence.num_registered + 1) * kv.block_size:
-            kv.register(sequence)
+            kv.note_computed(sequence)
         if request.held or not request.is_prompt_computed:
             self.note_prompt(sequence)
 

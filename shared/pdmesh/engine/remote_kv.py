@@ -99,7 +99,7 @@ class RemoteKV:
         sequence.kv_bytes = result.num_bytes
         sequence.kv_source = "tier" if load.from_tier else connector
         sequence.apply(Event.PULL_SUCCEEDED)
-        state.kv.register(sequence)
+        state.kv.note_computed(sequence)
         state.waiting.push(sequence)
         return sequence
 
@@ -146,6 +146,7 @@ class RemoteKV:
     def _leave_queue(self, sequence: Sequence, source: KVSource, *, num_usable: int) -> None:
         state, request = self._state, sequence.request
         sequence.apply(Event.PULL_STARTED)
+        state.waiting.remove(sequence)
         request.source = None
         # A peer's source is continued after its last token; one that begins a fresh prompt can only be the tier's.
         from_tier = sequence.num_emitted == 0 and not request.recompute_last

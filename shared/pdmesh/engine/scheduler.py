@@ -40,6 +40,13 @@ class Schedule:
     def num_tokens(self) -> int:
         return sum(self.plan.counts)
 
+    def drop_ended(self) -> None:
+        """Take out the rows of sequences that have ended since they were planned."""
+        kept = [index for index, sequence in enumerate(self.sequences) if not sequence.is_finished]
+        self.sequences = [self.sequences[index] for index in kept]
+        for column in (self.plan.rows, self.plan.starts, self.plan.counts, self.plan.samples):
+            column[:] = [column[index] for index in kept]
+
 
 class Scheduler:
     """Admission, batching, preemption and the ends of requests, over an `EngineState`."""
@@ -121,10 +128,12 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Plan the next step and give its rows their blocks. Without rows there is nothing to do until news arrives."""
-        schedule = Schedule()
+        schedule, num_bugs = Schedule(), self.state.counters.illegal_events
         budget, has_preempted = self._schedule_running(schedule)
         if not has_preempted and self.state.waiting:
             self._schedule_waiting(schedule, budget)
+        if self.state.counters.illegal_events > num_bugs:
+            schedule.drop_ended()
         if schedule.sequences:
             plan, state = schedule.plan, self.state
             plan.freed, state.freed_rows = state.freed_rows, []
@@ -213,6 +222,9 @@ class Scheduler:
                 count, has_left = self._admit(schedule, sequence, min(budget, cap))
             except IllegalEvent as exc:
                 self._fail_illegal(sequence, exc)
+                if state.waiting and state.waiting.first() is sequence:
+                    # Whatever it is, it must not stand in the way of all behind it.
+                    state.waiting.remove(sequence)
                 continue
             budget -= count
             if not has_left:
