@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmesh.engine.philox import MASK32, gumbel_noise, words_of_all
+from pdmesh.engine.philox import MASK32, gumbel_noise, gumbel_noise_of_one, words_of_all
 from pdmesh.engine.truncation import Floats, TokenIds, round_down, truncate
 from pdmesh.protocol.messages import SamplingParams
 
-# The largest noise less the smallest is 33 log 2 + log(33 log 2) = 26.01: what lies deeper below another cannot win.
-NOISE_SPAN = 26.1
+# No noise is above 33 log 2 = 22.874.
+MAX_NOISE = 22.88
 # A Philox call for one token costs what it costs for the four that share it.
 TOKENS_PER_CALL = 4
 # Up to here the shared noise is cheaper than a search of its own.
@@ -42,17 +42,18 @@ class Candidates:
     stream: Stream
 
 
-def find_candidates(logits_V: Floats, largest: float, sampling: SamplingParams, stream: Stream) -> Candidates:
-    """Divide by the temperature, truncate, and leave out what cannot win. `largest` is the maximum, which must be finite."""
+def find_candidates(logits_V: Floats, best: int, sampling: SamplingParams, stream: Stream) -> Candidates:
+    """Divide by the temperature, truncate, and leave out what cannot win. `best` has the largest logit, which is finite."""
     if sampling.temperature != 1.0:
-        temperature = np.float32(sampling.temperature)
-        logits_V, largest = logits_V / temperature, float(np.float32(largest) / temperature)
+        logits_V = logits_V / np.float32(sampling.temperature)
+    largest = float(logits_V[best])
     if 0 < sampling.top_k < len(logits_V) or sampling.top_p < 1.0 or sampling.min_p > 0.0:
         ids = truncate(logits_V, largest, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
         if _is_race_cheaper(len(ids), len(logits_V)):
             ids = ids[_run_race(logits_V, largest, stream, ids)]
         return Candidates(ids, logits_V[ids], stream)
-    is_near = logits_V >= round_down(largest - NOISE_SPAN)
+    score = largest + gumbel_noise_of_one(stream.seed, stream.choice, stream.position, best)
+    is_near = logits_V >= round_down(score - MAX_NOISE)
     if _is_race_cheaper(int(np.count_nonzero(is_near)), len(logits_V)):
         is_near = _run_race(logits_V, largest, stream)
     ids = np.flatnonzero(is_near)
@@ -116,5 +117,5 @@ def _run_race(logits_V: Floats, largest: float, stream: Stream, ids: TokenIds | 
 
 def _time_over_distance(distance: float) -> float:
     """An upper bound of -log(u) / (1 - u) for u = 1 - distance."""
-    # A float32 near 1 does not tell how near, but no -log(u) is above 33 log 2.
-    return -math.log1p(-distance) / distance if distance < 0.99 else 23.2
+    # A float32 near 1 does not tell how near, but no -log(u) is above the largest noise.
+    return -math.log1p(-distance) / distance if distance < 0.99 else MAX_NOISE

@@ -6,6 +6,7 @@ counter is (token id / 4, absolute position, choice index, purpose), and token i
 All of it is numpy on the host: its 64-bit integer operations take a third of what torch's take on a CPU.
 """
 
+import math
 from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
@@ -42,6 +43,14 @@ def gumbel_noise(
 ) -> NDArray[np.float64]:
     """Return standard Gumbel noise for each of `token_ids` (one-dimensional)."""
     return gumbel_of(token_words(seed, choice, position, token_ids, purpose))
+
+
+def gumbel_noise_of_one(
+    seed: int, choice: int, position: int, token_id: int, purpose: Purpose = Purpose.SAMPLE
+) -> float:
+    """Return the noise of a single token, to the last digit or two: for one, integers are faster than arrays."""
+    words = philox4x32((token_id >> 2, _word(position), _word(choice), int(purpose)), _key(seed))
+    return -math.log(-math.log((int(words[token_id & 3]) + 0.5) * 2.0**-32))
 
 
 def gumbel_of(words: Words) -> NDArray[np.float64]:
@@ -88,7 +97,7 @@ def words_of_all(
 def philox4x32(counter: tuple[Words | int, ...], key: tuple[Words | int, Words | int]) -> tuple[Words, ...]:
     """Return four words (0 … 2**32 - 1) for a counter of four words and a key of two.
 
-    Each is an array or, for all alike, an integer; at least one word of the counter is an array.
+    Each is an array or, for all alike, an integer; if all are, so are the results.
     """
     # Integers and arrays mix freely, so that what does not vary yet is computed once. Typed Any: mypy knows no such sum.
     c0: Any

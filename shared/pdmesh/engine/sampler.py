@@ -91,8 +91,10 @@ class Sampler:
                 _check_edited(float(logits_V[token_ids[index]]))
         if table.is_greedy[row]:
             return None
-        new, largest = table.new_of(row), float(logits_V[token_ids[index]])
-        return find_candidates(logits_V, largest, new.sampling, Stream(new.sampling.seed, new.choice, length))
+        new = table.new_of(row)
+        return find_candidates(
+            logits_V, int(token_ids[index]), new.sampling, Stream(new.sampling.seed, new.choice, length)
+        )
 
     def _keep(
         self, samples: Samples, is_live: NDArray[np.bool_], rows: NDArray[np.int64], lengths: NDArray[np.int64]

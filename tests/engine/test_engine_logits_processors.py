@@ -1,0 +1,129 @@
+"""Custom logits processors: how they are found, checked and started, and what they may see."""
+
+import sys
+import types
+from importlib.metadata import EntryPoint
+from typing import ClassVar
+
+import pytest
+import torch
+
+from pdmesh.engine import logits_processors
+from pdmesh.engine.logits_processors import (
+    LogitsProcessor,
+    RowView,
+    check_processors,
+    load_processors,
+    make_processors,
+)
+from pdmesh.errors import ConfigError, InternalError, InvalidRequest
+from pdmesh.protocol.messages import SamplingParams
+from support.fake_backend import VOCAB_SIZE
+from support.runner_harness import RunnerHarness
+
+
+class Recorder(LogitsProcessor):
+    """Keeps what it was shown, and forces the token that the request names."""
+
+    shown: ClassVar[list[tuple[list[int], list[int], int]]] = []
+
+    @classmethod
+    def validate(cls, sampling: SamplingParams) -> None:
+        if "force" in sampling.extra_args and not isinstance(sampling.extra_args["force"], int):
+            raise InvalidRequest("force must be a token id", param="vllm_xargs")
+
+    def is_active(self, sampling: SamplingParams) -> bool:
+        return "force" in sampling.extra_args
+
+    def apply(self, logits_V: torch.Tensor, row: RowView) -> None:
+        self.shown.append((row.prompt.tolist(), row.output.tolist(), row.choice))
+        for tokens in (row.prompt, row.output):
+            with pytest.raises(ValueError, match="read-only"):
+                tokens[:] = 0
+        forced = int(row.extra_args["force"])  # type: ignore[arg-type]
+        kept = logits_V[forced].clone()
+        logits_V.fill_(-torch.inf)
+        logits_V[forced] = kept
+
+
+class Grumpy(LogitsProcessor):
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        raise RuntimeError("no licence")
+
+    @classmethod
+    def validate(cls, sampling: SamplingParams) -> None:
+        if sampling.extra_args.get("mood") == "wrong":
+            raise ValueError("mood must not be wrong")
+        if sampling.extra_args.get("mood") == "broken":
+            raise KeyError("mood")
+
+    def apply(self, logits_V: torch.Tensor, row: RowView) -> None:
+        raise AssertionError
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    made = types.ModuleType("operators_own")
+    made.Recorder, made.Grumpy, made.number = Recorder, Grumpy, 7  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "operators_own", made)
+    Recorder.shown.clear()
+    return made
+
+
+def test_processors_are_found_by_name_and_as_entry_points_each_once(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = [EntryPoint("b", "operators_own:Recorder", logits_processors.ENTRY_POINT_GROUP)]
+    monkeypatch.setattr(logits_processors, "entry_points", lambda group: installed)
+    assert load_processors([]) == [Recorder]
+    assert load_processors(["operators_own:Grumpy", "operators_own:Recorder"]) == [Recorder, Grumpy]
+
+
+def test_without_any_there_are_none() -> None:
+    assert load_processors([]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("operators_own", "not of the form"),
+        (":Recorder", "not of the form"),
+        ("no_such_module_at_all:Thing", "ModuleNotFoundError"),
+        ("operators_own:Missing", "AttributeError"),
+        ("operators_own:number", "not a subclass"),
+        ("pathlib:Path", "not a subclass"),
+    ],
+)
+def test_what_cannot_be_imported_is_named(module: types.ModuleType, name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_processors([name])
+    assert repr(name) in caught.value.message
+
+
+def test_one_that_fails_to_start_is_named() -> None:
+    assert len(make_processors([Recorder], VOCAB_SIZE)) == 1
+    with pytest.raises(ConfigError, match=r"Grumpy failed to start: RuntimeError: no licence"):
+        make_processors([Recorder, Grumpy], VOCAB_SIZE)
+
+
+def test_requests_are_checked_by_all() -> None:
+    classes: list[type[LogitsProcessor]] = [Recorder, Grumpy]
+    check_processors(classes, SamplingParams())
+    check_processors(classes, SamplingParams(extra_args={"force": 3, "unknown": "x"}))
+    with pytest.raises(InvalidRequest, match="force must be"):
+        check_processors(classes, SamplingParams(extra_args={"force": "three"}))
+    with pytest.raises(InvalidRequest, match="mood must not be wrong"):
+        check_processors(classes, SamplingParams(extra_args={"mood": "wrong"}))
+    with pytest.raises(InternalError, match="Grumpy failed: KeyError"):
+        check_processors(classes, SamplingParams(extra_args={"mood": "broken"}))
+
+
+def test_a_processor_sees_prompt_and_output_of_rows_that_ask_for_it(module: types.ModuleType) -> None:
+    harness = RunnerHarness(processors=make_processors([Recorder], VOCAB_SIZE))
+    harness.add(0, [5, 6], choice=2, extra_args={"force": 9}, temperature=1.0)
+    harness.add(1, [5, 6])
+    tokens = harness.generate([0, 1], 3)
+    harness.close()
+    assert tokens[0] == [9, 9, 9]
+    assert tokens[1] != [9, 9, 9]
+    assert Recorder.shown == [([5, 6], [9] * count, 2) for count in range(3)]
