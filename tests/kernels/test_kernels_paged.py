@@ -1,5 +1,7 @@
 """kv_write and paged_attention against their definitions, on shuffled blocks full of other sequences' NaN."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -109,6 +111,29 @@ def test_a_missing_block_inside_the_window_is_no_index_from_behind() -> None:
         rows.block_tables[0, 1] = -1
         with pytest.raises(KernelArgumentError, match="lacks a block"):
             plan_attention(rows, torch.float32)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_plan_moves_to_other_tables(window: int | None) -> None:
+    rows, pool = make_rows([1, 9, 1, 1], [40, 30, 3, 90], 16, window)
+    # The same keys at the other end of a larger pool.
+    other = torch.cat([torch.full_like(pool, torch.nan), pool])
+    moved = np.where(rows.block_tables < 0, -1, rows.block_tables + len(pool))[:, :-1]
+    q = torch.randn(rows.num_tokens, NUM_HEADS, HEAD_DIM)
+    plan = plan_attention(rows, q.dtype)
+    assert torch.equal(paged_attention(q, other, plan.in_tables(moved), 1.0), paged_attention(q, pool, plan, 1.0))
+    with pytest.raises(KernelArgumentError, match=r"block tables are \[4, 5\], the rows need \[4, 6\]"):
+        plan.in_tables(moved[:, :-1])
+    moved[3, -1] = -1
+    with pytest.raises(KernelArgumentError, match="lacks a block"):
+        plan.in_tables(moved)
+
+
+def test_tables_that_are_too_small_are_named() -> None:
+    rows, _ = make_rows([1, 2], [40, 10], 16)
+    for table in (rows.block_tables[:, :2], rows.block_tables[:1]):
+        with pytest.raises(KernelArgumentError, match=r"the rows need \[2, 3\]"):
+            plan_attention(dataclasses.replace(rows, block_tables=table), torch.float32)
 
 
 def test_groups_of_decode_rows_gather_a_bounded_number_of_keys() -> None:

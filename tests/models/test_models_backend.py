@@ -10,8 +10,8 @@ import torch
 
 from pdmesh.engine.backend import ProgressCallback, StepBatch
 from pdmesh.engine.torch_backend import TorchBackend
-from pdmesh.errors import InternalError
 from pdmesh.models.step_memory import BYTES_PER_LOGIT, peak_bytes
+from pdmesh_kernels.checks import KernelArgumentError
 from pdmesh_kernels.paged_attention import MAX_GROUP_KEYS
 from support.sequences import LoadedBackend, Sequence
 from support.tiny_models import Kind, make_tiny
@@ -107,7 +107,7 @@ def test_a_token_without_a_block_is_an_error_not_a_write_elsewhere(hybrid: Loade
         block_tables=[np.array([[1], [2]], dtype=np.int32), table, table],
         logits_index=np.array([1]),
     )
-    with pytest.raises(InternalError, match="row 1 of the step has no block for one of its tokens in KV group 1"):
+    with pytest.raises(KernelArgumentError, match="lacks a block"):
         hybrid.backend.forward(batch)
     assert (hybrid.pool.blocks == 7).all()
 

@@ -4,7 +4,7 @@ Decode rows (one query) of about the same length share one gather and one batche
 The legend: N rows, R of them in a group, M blocks per row, L keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,8 +25,11 @@ class DecodeGroup:
 
     tokens_R: torch.Tensor
     """Their query tokens' indices into T."""
+    places: tuple[NDArray[np.int64], NDArray[np.int64]]
+    """Rows [R, 1] and columns [R, M] of the block tables; a shorter row repeats its own first block, so nobody else's numbers
+    are touched even under the mask."""
     blocks: torch.Tensor
-    """[R * M]; a shorter row repeats its own first block, so nobody else's numbers are touched even under the mask."""
+    """[R * M], what lies there."""
     num_blocks: int
     """M"""
     mask_R11L: torch.Tensor | None
@@ -37,6 +40,8 @@ class DecodeGroup:
 class PrefillRow:
     """One row with several queries."""
 
+    places: tuple[int, NDArray[np.int64]]
+    """Row, and columns [M], of the block tables."""
     start: int
     """Its first query's index into T."""
     num_queries: int
@@ -52,6 +57,18 @@ class AttentionPlan:
     rows: AttentionRows
     decode_groups: list[DecodeGroup]
     prefill_rows: list[PrefillRow]
+    num_columns: int
+    """Of the block tables that are looked at."""
+
+    def in_tables(self, block_tables: NDArray[np.int32]) -> "AttentionPlan":
+        """Return the plan of the same rows whose keys lie in other blocks; cheaper than a new one. Raises as that does."""
+        _require_size(block_tables, self.rows.block_tables.shape[0], self.num_columns)
+        return AttentionPlan(
+            replace(self.rows, block_tables=block_tables),
+            [replace(group, blocks=_as_blocks(block_tables[group.places])) for group in self.decode_groups],
+            [replace(row, blocks_M=_as_blocks(block_tables[row.places])) for row in self.prefill_rows],
+            self.num_columns,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +90,8 @@ def plan_attention(rows: AttentionRows, dtype: torch.dtype) -> AttentionPlan:
     """
     lengths = np.diff(rows.query_start)
     spans = _spans(rows, lengths)
+    num_columns = int((spans.first_blocks_N + spans.num_blocks_N).max(initial=0))
+    _require_size(rows.block_tables, len(lengths), num_columns)
     prefill_rows = [_prefill_row(rows, spans, row) for row in np.flatnonzero(lengths > 1).tolist()]
     decode = np.flatnonzero(lengths == 1)
     decode = decode[np.argsort(spans.num_blocks_N[decode], kind="stable")]
@@ -81,7 +100,7 @@ def plan_attention(rows: AttentionRows, dtype: torch.dtype) -> AttentionPlan:
         size = _group_size(spans.num_blocks_N[decode], rows.block_size)
         groups.append(_decode_group(rows, spans, decode[:size], dtype))
         decode = decode[size:]
-    return AttentionPlan(rows, groups, prefill_rows)
+    return AttentionPlan(rows, groups, prefill_rows, num_columns)
 
 
 def _spans(rows: AttentionRows, lengths: NDArray[np.int64]) -> _Spans:
@@ -95,12 +114,14 @@ def _spans(rows: AttentionRows, lengths: NDArray[np.int64]) -> _Spans:
 
 def _prefill_row(rows: AttentionRows, spans: _Spans, row: int) -> PrefillRow:
     first, count = int(spans.first_blocks_N[row]), int(spans.num_blocks_N[row])
+    places = (row, np.arange(first, first + count))
     return PrefillRow(
+        places=places,
         start=int(rows.query_start[row]),
         num_queries=int(rows.query_start[row + 1] - rows.query_start[row]),
         first_key=first * rows.block_size,
         end_key=int(spans.ends_N[row]),
-        blocks_M=_as_blocks(rows.block_tables[row, first : first + count], count),
+        blocks_M=_as_blocks(rows.block_tables[places]),
     )
 
 
@@ -114,9 +135,8 @@ def _group_size(num_blocks: NDArray[np.int64], block_size: int) -> int:
 def _decode_group(rows: AttentionRows, spans: _Spans, members: NDArray[np.int64], dtype: torch.dtype) -> DecodeGroup:
     first, count = spans.first_blocks_N[members, None], spans.num_blocks_N[members, None]
     width = int(count.max())
-    places = np.arange(width)
-    columns = first + np.where(places < count, places, 0)
-    table = rows.block_tables[members[:, None], columns]
+    column = np.arange(width)
+    places = (members[:, None], first + np.where(column < count, column, 0))
     # Key positions relative to the gathered part: [lowest, highest) are seen.
     origin = first * rows.block_size
     lowest, highest = spans.lowest_N[members, None] - origin, spans.ends_N[members, None] - origin
@@ -129,14 +149,20 @@ def _decode_group(rows: AttentionRows, spans: _Spans, members: NDArray[np.int64]
         mask = mask[:, None, None, :]
     return DecodeGroup(
         tokens_R=torch.from_numpy(rows.query_start[members]),
-        blocks=_as_blocks(table.reshape(-1), members.size * width),
+        places=places,
+        blocks=_as_blocks(rows.block_tables[places]),
         num_blocks=width,
         mask_R11L=mask,
     )
 
 
-def _as_blocks(ids: NDArray[np.int32], count: int) -> torch.Tensor:
+def _require_size(block_tables: NDArray[np.int32], num_rows: int, num_columns: int) -> None:
+    found = block_tables.shape
+    is_enough = len(found) == 2 and found[0] == num_rows and found[1] >= num_columns
+    require(is_enough, "paged_attention", f"block tables are {list(found)}, the rows need [{num_rows}, {num_columns}]")
+
+
+def _as_blocks(ids: NDArray[np.int32]) -> torch.Tensor:
     """Make an index of the pool; a negative one would read another sequence's block."""
-    is_whole = ids.size == count and int(ids.min()) >= 0
-    require(is_whole, "paged_attention", "a row's block table lacks a block that its queries see")
-    return torch.from_numpy(ids.astype(np.int64))
+    require(int(ids.min()) >= 0, "paged_attention", "a row's block table lacks a block that its queries see")
+    return torch.from_numpy(ids.astype(np.int64).reshape(-1))
