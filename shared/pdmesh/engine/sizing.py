@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.config import EngineConfig
-from pdmesh.engine.limits import Limits
 from pdmesh.engine.backend import Backend, KVGroupSpec, ModelInfo
 from pdmesh.engine.kv_groups import KVGroup, blocks_at_once
+from pdmesh.engine.limits import Limits
 from pdmesh.errors import ConfigError
 
 log = logging.getLogger(__name__)

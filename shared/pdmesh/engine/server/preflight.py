@@ -1,4 +1,4 @@
-"""What an engine can refuse before it loads anything: model, architecture, context, memory, secret, ports, KV events, plug-ins."""
+"""What an engine can refuse before it loads: model, architecture, context, memory, secret, ports, KV events, plug-ins."""
 
 import asyncio
 import importlib.util
@@ -10,7 +10,6 @@ from pdmesh.engine.model_check import check_model
 from pdmesh.errors import ConfigError
 from pdmesh.lifecycle import check_ports
 from pdmesh.security import MeshSecret
-
 
 log = logging.getLogger(__name__)
 
