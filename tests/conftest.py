@@ -25,7 +25,17 @@ settings.load_profile("pdmesh")
 
 ENDING_GRACE_S = 5.0
 # Tests here start processes of their own and take seconds each: too much for --quick.
-SLOW_FOLDERS = {"clients", "connector", "contract", "engine_server", "faults", "kvcache", "mesh", "operations"}
+SLOW_FOLDERS = {
+    "clients",
+    "connector",
+    "contract",
+    "engine_server",
+    "faults",
+    "kvcache",
+    "mesh",
+    "offline",
+    "operations",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -91,7 +91,7 @@ def test_commands_in_the_readme_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "scale", "chat", "complete", "proxy", "prefill", "decode", "kvcache", "serve"]
+    "command", ["up", "scale", "chat", "complete", "proxy", "prefill", "decode", "kvcache", "serve", "run-batch"]
 )
 def test_every_command_has_help(command: str) -> None:
     shown = subprocess.run(

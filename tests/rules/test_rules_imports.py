@@ -27,6 +27,8 @@ TORCH_FREE = [
     "pdmesh.cli.app",
     "pdmesh.supervisor",
     "pdmesh.lifecycle",
+    "pdmesh.offline",
+    "pdmesh.offline.batch",
     "pdmesh.models.source",
     "pdmesh.engine.block_hash",
     "pdmesh.engine.block_key",

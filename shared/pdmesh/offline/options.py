@@ -2,7 +2,7 @@
 
 import difflib
 import secrets
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -32,6 +32,8 @@ SERVICE_ONLY = ((set(ServiceConfig.model_fields) | set(HttpConfig.model_fields))
 OPTIONS = tuple(name for name in EngineConfig.model_fields if name not in SERVICE_ONLY)
 # Nobody else sends requests: what is given is worked through, however much it is.
 NO_QUEUE_LIMIT = 1 << 31
+LOG_LEVEL: Literal["warning"] = "warning"
+"""A program's terminal is its own: unless told otherwise only what needs attention is said there."""
 # The least alike two names may be for one to be a misspelling of the other.
 _CUTOFF = 0.5
 
@@ -41,7 +43,7 @@ def engine_config(model: str, options: dict[str, Any]) -> EngineConfig:
     for name in options:
         if name not in OPTIONS:
             raise ConfigError(_unknown(name))
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {"log_level": LOG_LEVEL} | {name: value for name, value in options.items() if value is not None}
     try:
         return EngineConfig(
             **given,

@@ -31,8 +31,7 @@ def main(argv: list[str]) -> int:
     config = load_config(BatchConfig, [_SHORT.get(word, word) for word in argv], prog=PROG)
     _check_files(config)
     engine = engine_config(getattr(config, "model", ""), engine_options(config))
-    # One line per request belongs to servers; what is worth more is told.
-    setup_logging("run-batch", "warning" if engine.log_level == "info" else engine.log_level, engine.log_format)
+    setup_logging("run-batch", engine.log_level, engine.log_format)
     output = BatchOutput(Path(config.output_file), resume=config.resume)
     with _input(config.input_file) as lines, output:
         try:
