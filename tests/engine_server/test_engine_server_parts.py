@@ -13,6 +13,7 @@ from pdmesh.engine.server.sessions import Broken
 from pdmesh.errors import Draining, InvalidRequest, Overloaded
 from pdmesh.protocol.messages import ChoiceDelta
 from pdmesh.protocol.ticket import unseal
+from pdmesh.protocol.wire import request_to_pb
 from pdmesh.security import MeshSecret
 from support.engines import SECRET, request
 from support.held_engine import HeldCore, Inbox, counted, play
@@ -136,11 +137,11 @@ def test_a_defect_ends_the_request_that_met_it_and_no_other(monkeypatch: pytest.
 
     async def scene(core: HeldCore, engine: Engine) -> None:
         session = engine.servicer._sessions.open("proxy")
-        engine.servicer._submit(session, request("before"))
+        engine.servicer._submit(session, request_to_pb(request("before")))
         with monkeypatch.context() as patched:
             patched.setattr(engine.servicer._submission, "submit", lambda *arguments: [][0])
-            engine.servicer._submit(session, request("met", choices=[0, 1]))
-        engine.servicer._submit(session, request("after"))
+            engine.servicer._submit(session, request_to_pb(request("met", choices=[0, 1])))
+        engine.servicer._submit(session, request_to_pb(request("after")))
         deltas = await session.take()
         assert [(each.request_id, each.choice, each.error_code) for each in deltas] == [
             ("met", 0, "InternalError"),
@@ -171,5 +172,19 @@ def test_a_streams_task_that_fails_is_told_unless_the_stream_is_gone(caplog: pyt
             await engine.servicer._end(context, task)  # type: ignore[arg-type]
         assert counted(engine, "pdmesh_unexpected_errors_total", place="stream") == 1
         assert caplog.text.count("ValueError: odd") == 1
+
+    play(scene)
+
+
+def test_extra_arguments_that_cannot_be_read_end_their_request_and_not_the_session() -> None:
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        session = engine.servicer._sessions.open("s")
+        bad, good = request_to_pb(request("bad")), request_to_pb(request("good"))
+        bad.sampling.extra_args = b"\xc1"
+        for message in (bad, good):
+            engine.servicer._submit(session, message)
+        [delta] = await session.take()
+        assert (delta.request_id, delta.error_code, delta.error_param) == ("bad", "InvalidRequest", "vllm_xargs")
+        assert core.added().request.token_ids == list(good.token_ids)
 
     play(scene)
