@@ -117,6 +117,8 @@ def test_ctrl_c_aborts_everything_and_leaves_the_engine_usable(tiny: Path, monke
         monkeypatch.undo()
         assert num_running(llm) == 0
         again = llm.generate(PROMPTS[:2], GREEDY)
+        # What was aborted had hundreds of tokens to go, and would still run.
+        assert llm._engine.generator.stats.num_running <= 2
         assert [each.outputs[0].token_ids for each in again] == [each.outputs[0].token_ids for each in wanted]
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from pdmesh.engine.core_client import CoreClient
-from pdmesh.engine.messages import Abort, AddRequest, CoreFailed, StepOutput
+from pdmesh.engine.messages import Abort, AddRequest, CoreFailed, Stats, StepOutput
 from pdmesh.errors import InternalError, MeshError, from_code
 from pdmesh.openai.generator import BEAM_SEARCH, DIRECT, Generator, ModelCard, TokenRequest
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
@@ -42,6 +42,8 @@ class CoreGenerator(Generator):
         self._core_ids: dict[str, str] = {}
         self._numbers = itertools.count()
         self._failure: MeshError | None = None
+        self.stats = Stats()
+        """The core's latest gauges and counters."""
 
     async def run(self) -> None:
         """Hand out what the core says until it has ended; then every request fails."""
@@ -51,6 +53,7 @@ class CoreGenerator(Generator):
                 case StepOutput():
                     for delta in message.deltas:
                         self._deliver(delta)
+                    self.stats = message.stats or self.stats
                 case CoreFailed():
                     failure = from_code(message.code, message.message)
                 case _:
