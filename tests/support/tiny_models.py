@@ -100,7 +100,7 @@ def _config(kind: Kind, vocab_size: int) -> dict[str, Any]:
             special["layer_types"] = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
         case "gemma3":
             special = GEMMA | {"model_type": "gemma3_text", "sliding_window_pattern": 2}
-            special |= {"rope_theta": 50000.0, "rope_local_base_freq": 1000.0}
+            special |= {"rope_theta": 50000.0, "rope_local_base_freq": 1000.0, "tie_word_embeddings": False}
     config |= special
     config["architectures"] = [config["model_type"].removesuffix("_text").capitalize() + "ForCausalLM"]
     return config

@@ -17,8 +17,8 @@ from pdmesh_kernels.paged_attention import MAX_GROUP_KEYS
 
 # Tokens of the two measured steps: what they differ by is what a token takes.
 FEW_TOKENS, MORE_TOKENS = 16, 48
-# The model's logits, and what sampling makes of them at worst: raw log-probabilities, scaled logits, float64 noise.
-BYTES_PER_LOGIT = 4 + 4 + 4 + 8
+# The model's logits; beside them, at worst, raw log-probabilities, and ids and logits of what may be drawn.
+BYTES_PER_LOGIT = 4 + 4 + 8 + 4
 
 
 def step_bytes(model: DecoderModel, layouts: tuple[KVLayout, ...], max_num_tokens: int, max_num_seqs: int) -> int:
