@@ -139,6 +139,15 @@ def test_masked_tokens_never_win() -> None:
         assert {drawn(logits, sampling, Stream(2, 0, position)) for position in range(40)} == {17, 4000}
 
 
+@pytest.mark.parametrize("word", [0, 1, 100, 1 << 8, 1 << 20, 1 << 26, 1 << 31, 2**32 - 2**20, 2**32 - 2, 2**32 - 1])
+def test_the_limit_of_a_race_is_never_below_the_leaders_time(word: int) -> None:
+    # The distance of small words rounds to 1 in float32, where it says nothing of the time.
+    distance = float(np.float32(2**32 - 1 - word + 0.5) * np.float32(2.0**-32))
+    time = -math.log((word + 0.5) * 2.0**-32)
+    assert time <= draw_module._time_over_distance(distance) * distance * draw_module.RACE_MARGIN
+    assert draw_module._time_over_distance(distance) < 23
+
+
 def test_one_token_that_outweighs_all_others_wins_with_any_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     # With everything in the race, a leader whose number rounds to 1 in float32 must not exclude the winner.
     monkeypatch.setattr(draw_module, "MAX_DIRECT_TOKENS", 0)

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.engine.repetition import check_repetition, ends_in_repetition
-from pdmesh.errors import InvalidRequest
+from pdmesh.engine.repetition import ends_in_repetition
 from pdmesh.protocol.messages import RepetitionDetection
 
 
@@ -51,23 +50,3 @@ def test_known_cases(tokens: list[int], rule: RepetitionDetection, expected: boo
 def test_it_is_what_a_plain_search_finds(tokens: list[int], high: int, low: int, count: int) -> None:
     rule = detection(high, min(low, high), count)
     assert ends_in_repetition(np.array(tokens, dtype=np.int64), rule) == plain(tokens, rule)
-
-
-@pytest.mark.parametrize("rule", [detection(0), detection(0, count=0), detection(5, 5), detection(1 << 40, 0, 1 << 40)])
-def test_ranges_that_are_fine(rule: RepetitionDetection) -> None:
-    check_repetition(rule)
-
-
-@pytest.mark.parametrize(
-    ("rule", "field"),
-    [
-        (detection(-1), "max_pattern_size"),
-        (detection(3, 4), "min_pattern_size"),
-        (detection(3, -1), "min_pattern_size"),
-        (detection(3, 1, 1), "min_count"),
-    ],
-)
-def test_ranges_that_are_not_are_named(rule: RepetitionDetection, field: str) -> None:
-    with pytest.raises(InvalidRequest, match=field) as caught:
-        check_repetition(rule)
-    assert caught.value.param == "repetition_detection"

@@ -208,6 +208,16 @@ def test_a_row_that_is_given_its_tokens_again_goes_on_exactly(
     assert harness.generate([4], 12 - cut)[4] == whole[cut:]
 
 
+def test_a_row_that_is_taken_again_has_nothing_of_the_one_before(harness: RunnerHarness) -> None:
+    sampling = {"frequency_penalty": 2.0, "temperature": 1.0, "seed": 8}
+    harness.add(0, PROMPT, **sampling)
+    expected = harness.generate([0], 8)[0]
+    harness.add(0, [3, 3, 3], **sampling)
+    harness.generate([0], 8)
+    harness.add(0, PROMPT, **sampling)
+    assert harness.generate([0], 8)[0] == expected
+
+
 def test_the_thinking_budget_overrides_everything_else(harness: RunnerHarness) -> None:
     thinking = ThinkingBudget(budget=1, start_token_ids=[11], end_token_ids=[EOS, 51])
     banned = {"min_tokens": 9, "ignore_eos": False, "bad_words_token_ids": [[51]], "allowed_token_ids": [20, 21]}

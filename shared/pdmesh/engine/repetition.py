@@ -1,31 +1,14 @@
 """Tells whether an output has begun to repeat itself, so that the scheduler can end it (finish reason "repetition").
 
 Semantics are vLLM's: some pattern of `min_pattern_size` to `max_pattern_size` tokens stands at the output's end at least
-`min_count` times in a row. The prompt does not count, and nothing is looked for before `min_tokens`.
+`min_count` times in a row. The prompt does not count, and nothing is looked for before `min_tokens`. As
+the largest size 0 is off, as the smallest it stands for 1; `sampling_limits` checks the ranges.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmesh.errors import InvalidRequest
 from pdmesh.protocol.messages import RepetitionDetection
-
-PARAM = "repetition_detection"
-
-
-def check_repetition(detection: RepetitionDetection) -> None:
-    """Raise InvalidRequest unless 0 ≤ min_pattern_size ≤ max_pattern_size, and min_count ≥ 2 where it is on at all.
-
-    `max_pattern_size` 0 is off; `min_pattern_size` 0 stands for 1. A pattern longer than the output never repeats, so
-    there is no upper bound to check.
-    """
-    low, high = detection.min_pattern_size, detection.max_pattern_size
-    if high < 0:
-        raise InvalidRequest(f"{PARAM}.max_pattern_size must be at least 0 (off), got {high}", param=PARAM)
-    if not 0 <= low <= high:
-        raise InvalidRequest(f"{PARAM}.min_pattern_size must be in 0…max_pattern_size={high}, got {low}", param=PARAM)
-    if high > 0 and detection.min_count < 2:
-        raise InvalidRequest(f"{PARAM}.min_count must be at least 2, got {detection.min_count}", param=PARAM)
 
 
 def ends_in_repetition(tokens: NDArray[np.integer], detection: RepetitionDetection) -> bool:
