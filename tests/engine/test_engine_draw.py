@@ -156,7 +156,9 @@ def test_one_token_that_outweighs_all_others_wins_with_any_noise(monkeypatch: py
     assert {drawn(logits, SamplingParams(), Stream(seed, 0, 0)) for seed in range(200)} == {0}
 
 
-def test_rows_draw_the_same_alone_and_together() -> None:
+@pytest.mark.parametrize("max_shared", [1, 40, 10**9])
+def test_rows_draw_the_same_alone_and_together(max_shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_module, "MAX_SHARED_TOKENS", max_shared)
     options = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.3}, {"top_k": 300, "top_p": 0.99}]
     rows = []
     for index in range(30):

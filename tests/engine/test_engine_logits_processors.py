@@ -3,6 +3,7 @@
 import sys
 import types
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -127,3 +128,21 @@ def test_a_processor_sees_prompt_and_output_of_rows_that_ask_for_it(module: type
     assert tokens[0] == [9, 9, 9]
     assert tokens[1] != [9, 9, 9]
     assert Recorder.shown == [([5, 6], [9] * count, 2) for count in range(3)]
+
+
+def test_the_documented_processor_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "sampling.md").read_text()
+    source = text.split("```python\n")[1].split("```")[0]
+    (tmp_path / "my_rules.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    classes = load_processors(["my_rules:EvenTokens"])
+    with pytest.raises(InvalidRequest, match="even_until"):
+        check_processors(classes, SamplingParams(extra_args={"even_until": -1}))
+    harness = RunnerHarness(processors=make_processors(classes, VOCAB_SIZE))
+    for row in range(4):
+        harness.add(row, [5, row], extra_args={"even_until": 3})
+    tokens = harness.generate(list(range(4)), 10)
+    harness.close()
+    monkeypatch.delitem(sys.modules, "my_rules")
+    assert all(token % 2 == 0 for row in tokens.values() for token in row[:3])
+    assert any(token % 2 for row in tokens.values() for token in row[3:])

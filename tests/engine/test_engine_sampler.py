@@ -211,6 +211,29 @@ def test_bias_comes_before_penalties() -> None:
     assert sample(logits, case([8], logit_bias={8: 10.0}, repetition_penalty=2.0)) == [9]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e-38, "temperature": 0.01},
+        {"repetition_penalty": 1e-38, "temperature": 0.01, "top_p": 0.5},
+    ],
+)
+def test_parameters_that_make_logits_infinite_end_their_row(options: dict[str, float]) -> None:
+    logits = logits_for(5, 6)
+    logits[0, 7] = 3.0
+    samples = Batch(case([7], **({"temperature": 1.0} | options)), case([7])).sample(logits)
+    assert {index: failure.code for index, failure in samples.failures.items()} == {0: "InvalidRequest"}
+    assert "overflow" in samples.failures[0].message
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}])
+def test_extreme_logits_are_sampled_all_the_same(options: dict[str, float]) -> None:
+    logits = np.full((1, 3000), -3e38, dtype=np.float32)
+    logits[0, 5] = 3e38
+    assert sample(logits, case([7], temperature=1.0, **options)) == [5]
+
+
 def test_logprobs_are_of_the_model_before_any_edit() -> None:
     logits = logits_for(17)
     raw = torch.from_numpy(logits[0].copy()).log_softmax(-1)

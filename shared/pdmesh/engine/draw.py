@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmesh.engine.philox import MASK32, gumbel_noise, gumbel_noise_of_one, words_of_all
+from pdmesh.engine.philox import CHUNK, MASK32, gumbel_noise, gumbel_noise_of_one, words_of_all
 from pdmesh.engine.truncation import Floats, TokenIds, round_down, truncate
+from pdmesh.errors import InvalidRequest
 from pdmesh.protocol.messages import SamplingParams
 
 # No noise is above 33 log 2 = 22.874.
@@ -20,6 +21,8 @@ MAX_NOISE = 22.88
 TOKENS_PER_CALL = 4
 # Up to here the shared noise is cheaper than a search of its own.
 MAX_DIRECT_TOKENS = 1024
+# Candidates that share one call for their noise, and the memory of it, at most twice as many.
+MAX_SHARED_TOKENS = CHUNK
 # Far above the relative error of float32 times.
 RACE_MARGIN = 1.0001
 
@@ -42,15 +45,23 @@ class Candidates:
     stream: Stream
 
 
+# Distances between extreme logits may be infinite, which is as far as it gets.
+@np.errstate(over="ignore")
 def find_candidates(logits_V: Floats, best: int, sampling: SamplingParams, stream: Stream) -> Candidates:
-    """Divide by the temperature, truncate, and leave out what cannot win. `best` has the largest logit, which is finite."""
+    """Divide by the temperature, truncate, and leave out what cannot win. `best` has the largest logit, which is finite.
+
+    Raises InvalidRequest when it is not any more once it is divided.
+    """
     if sampling.temperature != 1.0:
         logits_V = logits_V / np.float32(sampling.temperature)
     largest = float(logits_V[best])
+    if not -math.inf < largest < math.inf:
+        raise InvalidRequest("the sampling parameters make the logits overflow")
     if 0 < sampling.top_k < len(logits_V) or sampling.top_p < 1.0 or sampling.min_p > 0.0:
         ids = truncate(logits_V, largest, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
         if _is_race_cheaper(len(ids), len(logits_V)):
             ids = ids[_run_race(logits_V, largest, stream, ids)]
+        assert len(ids), "parameters within their ranges leave a token"
         return Candidates(ids, logits_V[ids], stream)
     score = largest + gumbel_noise_of_one(stream.seed, stream.choice, stream.position, best)
     is_near = logits_V >= round_down(score - MAX_NOISE)
@@ -62,8 +73,17 @@ def find_candidates(logits_V: Floats, best: int, sampling: SamplingParams, strea
 
 def draw(rows: list[Candidates]) -> list[int]:
     """Return one token id for each row."""
-    if not rows:
-        return []
+    chosen: list[int] = []
+    first, num_tokens = 0, 0
+    for end, row in enumerate(rows, start=1):
+        num_tokens += len(row.token_ids)
+        if num_tokens >= MAX_SHARED_TOKENS or end == len(rows):
+            chosen += _draw_together(rows[first:end])
+            first, num_tokens = end, 0
+    return chosen
+
+
+def _draw_together(rows: list[Candidates]) -> list[int]:
     lengths = np.array([len(row.token_ids) for row in rows])
     starts = np.zeros(len(rows), dtype=np.int64)
     np.cumsum(lengths[:-1], out=starts[1:])
@@ -103,8 +123,7 @@ def _run_race(logits_V: Floats, largest: float, stream: Stream, ids: TokenIds | 
             distances_V[first + lane : first + TOKENS_PER_CALL * len(word) : TOKENS_PER_CALL] = word
     distances_V += np.float32(0.5)
     distances_V *= np.float32(2.0**-32)
-    with np.errstate(over="ignore"):
-        earliest = np.exp(np.float32(largest) - logits_V)
+    earliest = np.exp(np.float32(largest) - logits_V)
     earliest *= distances_V[: len(logits_V)]
     if ids is not None:
         earliest = earliest[ids]

@@ -71,8 +71,8 @@ class Sampler:
                 candidates[index] = outcome
         if candidates:
             token_ids[list(candidates)] = draw(list(candidates.values()))
-        self._keep(samples, is_live, rows, lengths)
         self._report(samples, reporting, raw_RV, rows)
+        self._keep(samples, is_live, rows, lengths)
         return samples
 
     def _choose(
@@ -96,6 +96,18 @@ class Sampler:
             logits_V, int(token_ids[index]), new.sampling, Stream(new.sampling.seed, new.choice, length)
         )
 
+    def _report(
+        self, samples: Samples, reporting: NDArray[np.int64], raw_RV: NDArray[np.float32], rows: NDArray[np.int64]
+    ) -> None:
+        for raw_V, index in zip(raw_RV, reporting.tolist(), strict=False):
+            if index in samples.failures:
+                continue
+            num_top = self._rows.new_of(int(rows[index])).sampling.logprobs or 0
+            try:
+                samples.logprobs[index] = describe_token(raw_V, int(samples.token_ids[index]), num_top)
+            except Exception as exc:  # one row's parameters must not end the others of its step
+                samples.failures[index] = row_failure(exc)
+
     def _keep(
         self, samples: Samples, is_live: NDArray[np.bool_], rows: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> None:
@@ -108,14 +120,6 @@ class Sampler:
         table.put(rows[kept], lengths[kept], token_ids[kept])
         for index in kept[table.is_stateful[rows[kept]]].tolist():
             table.state_of(int(rows[index]), int(lengths[index])).observe(int(token_ids[index]))
-
-    def _report(
-        self, samples: Samples, reporting: NDArray[np.int64], raw_RV: NDArray[np.float32], rows: NDArray[np.int64]
-    ) -> None:
-        for raw_V, index in zip(raw_RV, reporting.tolist(), strict=False):
-            if index not in samples.failures:
-                num_top = self._rows.new_of(int(rows[index])).sampling.logprobs or 0
-                samples.logprobs[index] = describe_token(raw_V, int(samples.token_ids[index]), num_top)
 
 
 def on_host(logits_RV: torch.Tensor) -> NDArray[np.float32]:

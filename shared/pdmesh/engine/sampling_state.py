@@ -114,12 +114,12 @@ class SamplingState:
             logits_V[self._stop_ids] = -np.inf
         if len(self._bias_ids):
             logits_V[self._bias_ids] += self._bias
-        # What overflows is found afterwards, in the largest logit.
-        with np.errstate(over="ignore"):
-            self._penalise(logits_V)
+        self._penalise(logits_V)
         for processor in self._processors:
             processor.apply(torch.from_numpy(logits_V), self._view())
 
+    # What overflows is found afterwards, in the largest logit. `where` also divides what it does not take.
+    @np.errstate(over="ignore", divide="ignore", invalid="ignore")
     def _penalise(self, logits_V: Floats) -> None:
         sampling = self._sampling
         if self._seen is not None:

@@ -19,6 +19,7 @@ def describe_token(logprobs_V: Floats, token_id: int, num_top: int) -> TokenLogp
 
     Equal ones come in order of their ids; the chosen one's rank is the last among its equals.
     """
+    assert num_top >= 0, "the whole vocabulary has its number by now"
     chosen = logprobs_V[token_id]
     rank = int(np.count_nonzero(logprobs_V >= chosen))
     ids = np.zeros(0, dtype=np.int64)
