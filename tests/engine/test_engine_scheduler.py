@@ -11,7 +11,7 @@ from pdmesh.engine.limits import Limits
 from pdmesh.engine.plan import NO_BLOCK, NO_TOKEN, StepResult
 from pdmesh.engine.scheduler import Schedule, Scheduler
 from pdmesh.engine.states import FINISH_REASON, TRANSITIONS, Event, IllegalEvent, State, after
-from pdmesh.protocol.messages import GroupBlocks, KVSource
+from pdmesh.protocol.messages import GroupBlocks, KVSource, TokenLogprobs
 from support.core_harness import make_add
 
 NEXT = 5
@@ -357,3 +357,49 @@ def test_common_prefix_blocks_are_those_that_all_share() -> None:
     scheduler.add(make_add([10 + index % 90 + 100 * (ord("a") % 9) for index in range(12)] + [7], "b"))
     step(scheduler)
     assert scheduler.state.kv.num_common_prefix_blocks(scheduler.state.running) == [3]
+
+
+def fetch(scheduler: Scheduler, request_id: str, num_tokens: int, **options: object) -> None:
+    """Add a request whose prompt a peer has computed; its pull is under way afterwards."""
+    num_blocks = -(-num_tokens // 4)
+    blocks = GroupBlocks(group=0, block_ids=list(range(num_blocks)), generations=[1] * num_blocks)
+    source = KVSource(transfer_id=request_id, peer_id="p@1", groups=[blocks], num_tokens=num_tokens)
+    add(scheduler, request_id, num_tokens, emitted=[[NEXT]], source=source, **options)
+
+
+def test_who_gives_way_to_fetched_kv_leaves_the_step_to_it() -> None:
+    """Once, the step was left empty, and the engine slept with work to do."""
+    scheduler = make_scheduler(num_blocks=4, max_num_seqs=1, max_model_len=16)
+    fetch(scheduler, "a", 8, max_tokens=3)
+    scheduler.schedule()
+    add(scheduler, "b", 3, max_tokens=9)
+    assert step(scheduler) == {"b": 3}
+    scheduler.end_pull(PullResult(transfer_id="a", reason="", num_bytes=1, duration_s=0.0), "shm")
+    for _ in range(5):
+        assert step(scheduler) == {"b": 1}
+    # a holds two blocks, b the other two, and needs a third.
+    assert step(scheduler) == {"a": 1}
+
+
+def test_what_does_not_fit_beside_an_offer_waits_for_its_end() -> None:
+    """Once, it started, gave up, and started again, step after step."""
+    scheduler = make_scheduler(num_blocks=4, max_model_len=16)
+    add(scheduler, "a", 11, prefill_only=True, offer_id="o")
+    assert step(scheduler) == {"a": 11}
+    add(scheduler, "b", 3, max_tokens=3)
+    assert step(scheduler) == {"b": 3}
+    assert step(scheduler) == {"b": 1}
+    assert [step(scheduler) for _ in range(3)] == [{}, {}, {}]
+    scheduler.release_offer("o")
+    # Its first block is still cached.
+    assert step(scheduler) == {"b": 1}
+
+
+def test_prompt_logprobs_survive_a_preemption_that_was_planned_before_they_were_known() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 2, prompt_logprobs=0, max_tokens=1)
+    schedule = scheduler.schedule()
+    scheduler.state.preempt(schedule.sequences[0])
+    known = TokenLogprobs(token_ids=[3], logprobs=[-1.0], rank=1)
+    scheduler.update(schedule, StepResult(token_ids=[NEXT], prompt_logprobs={0: [known]}))
+    assert scheduler.state.outbox.deltas[0].prompt_logprobs == [None, known]

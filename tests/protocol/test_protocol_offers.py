@@ -72,7 +72,7 @@ def test_a_transfer_sees_the_blocks_and_their_generations(table: OfferTable) -> 
     assert (view.groups, view.num_tokens) == (BLOCKS, 40)
     wanted = [GroupBlocks(group=0, block_ids=[9, 4], generations=[])]
     assert table.begin("t2", "c", "o", DIGEST, wanted).groups == [
-        GroupBlocks(group=0, block_ids=[9, 4], generations=[3, 1])
+        GroupBlocks(group=0, block_ids=[9, 4], generations=[3, 1], first_block=2)
     ]
 
 

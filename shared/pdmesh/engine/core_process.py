@@ -195,6 +195,7 @@ def _ready(
         dtype=info.dtype,
         backend=backend.name,
         row_invariant=backend.row_invariant,
+        keeps_history=all(not group.window for group in info.groups),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )

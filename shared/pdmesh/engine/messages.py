@@ -81,6 +81,8 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
     backend: str
     row_invariant: bool
+    keeps_history: bool = True
+    """Whether all KV groups keep every token, as the tier's blocks must."""
     max_num_seqs: int = 0
     """As resolved, when the configuration left it to the device; so is the next."""
     max_num_batched_tokens: int = 0

@@ -28,8 +28,11 @@ class Progress:
         if result.failures and (failure := result.failures.get(index)) is not None:
             self._fail(sequence, failure)
             return
+        if result.prompt_logprobs and (logprobs := result.prompt_logprobs.get(index)) is not None:
+            # Those of positions that were computed before a preemption are here already.
+            sequence.prompt_logprobs += logprobs[max(len(sequence.prompt_logprobs) - plan.starts[index] - 1, 0) :]
         if sequence.row != NO_ROW:
-            self._count(sequence, index, plan.counts[index], result)
+            self._count(sequence, plan.counts[index])
         token_id = result.token_ids[index]
         if token_id != NO_TOKEN:
             self._append(sequence, token_id, result.logprobs.get(index))
@@ -60,10 +63,7 @@ class Progress:
         """Whether a choice with `num_output` generated tokens may have no further one."""
         return num_output > 0 and request.num_prompt + num_output >= end_of(request, self._state.limits.max_model_len)
 
-    def _count(self, sequence: Sequence, index: int, count: int, result: StepResult) -> None:
-        if result.prompt_logprobs and (logprobs := result.prompt_logprobs.get(index)) is not None:
-            first_new = len(sequence.prompt_logprobs) - sequence.num_computed - 1
-            sequence.prompt_logprobs += logprobs[max(first_new, 0) :]
+    def _count(self, sequence: Sequence, count: int) -> None:
         sequence.num_computed += count
         kv, request = self._state.kv, sequence.request
         if sequence.num_computed >= (sequence.num_registered + 1) * kv.block_size:

@@ -130,7 +130,8 @@ class Scheduler:
         """Plan the next step and give its rows their blocks. Without rows there is nothing to do until news arrives."""
         schedule, num_bugs = Schedule(), self.state.counters.illegal_events
         budget, has_preempted = self._schedule_running(schedule)
-        if not has_preempted and self.state.waiting:
+        # Who was preempted must not come back at once, unless nothing else is left to do.
+        if self.state.waiting and not (has_preempted and schedule.sequences):
             self._schedule_waiting(schedule, budget)
         if self.state.counters.illegal_events > num_bugs:
             schedule.drop_ended()
@@ -247,7 +248,8 @@ class Scheduler:
         count = self._share(sequence, sequence.num_tokens - start, budget)
         if count == 0 or self._has_too_many_partial(sequence, start + count):
             return 0, False
-        if not is_alone and not state.kv.has_room_for_all(sequence, hit, reserve):
+        # Also when it is alone: what it needs may be held by offers and pulls, and it would start and give up for ever.
+        if not state.kv.has_room_for_all(sequence, hit, reserve):
             return 0, self._block(sequence, is_alone)
         if not state.kv.allocate(sequence, start + count, hit=hit, start=start, reserve=reserve):
             return 0, self._block(sequence, is_alone)

@@ -119,7 +119,9 @@ def assemble(
         metrics=metrics,
     )
     tier = None
-    if config.kvcache and config.enable_prefix_caching:
+    if config.kvcache and config.enable_prefix_caching and not ready.keeps_history:
+        log.warning("kvcache is not used: it keeps whole prompts, and this model's sliding windows do not")
+    elif config.kvcache and config.enable_prefix_caching:
         tier = TierClient(
             address=config.kvcache,
             lookup_timeout_s=config.kvcache_lookup_timeout_s,
