@@ -44,8 +44,11 @@ class Schedule:
         """Take out the rows of sequences that have ended since they were planned."""
         kept = [index for index, sequence in enumerate(self.sequences) if not sequence.is_finished]
         self.sequences = [self.sequences[index] for index in kept]
-        for column in (self.plan.rows, self.plan.starts, self.plan.counts, self.plan.samples):
-            column[:] = [column[index] for index in kept]
+        plan = self.plan
+        plan.rows, plan.starts, plan.counts = (
+            [column[index] for index in kept] for column in (plan.rows, plan.starts, plan.counts)
+        )
+        plan.samples = [plan.samples[index] for index in kept]
 
 
 class Scheduler:
