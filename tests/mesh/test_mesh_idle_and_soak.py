@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,11 @@ from support.mesh import Mesh, mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(400)]
 
+# gRPC has as many of these as the machine has cores, and no option for how they wait: they look for work after 15 ms, and then
+# ever more seldom, whenever one of them has had some, which each second one has.
+GRPC_THREADS = ("event_engine", "grpc_global_tim", "lifeguard")
+MAX_WAKE_UPS_PER_S = 30.0
+
 
 def family(running: Mesh) -> list[psutil.Process]:
     """All processes of the mesh: services, their cores, and their transports."""
@@ -22,16 +28,35 @@ def family(running: Mesh) -> list[psutil.Process]:
     return roots + [child for root in roots for child in root.children(recursive=True)]
 
 
-def cpu_seconds(processes: list[psutil.Process]) -> float:
-    """Run time of all threads as the scheduler counts it; `cpu_times` ticks are too coarse for so little."""
-    stats = [stat for process in processes for stat in Path(f"/proc/{process.pid}/task").glob("*/schedstat")]
-    return sum(int(stat.read_text().split()[0]) for stat in stats) / 1e9
+@dataclass(frozen=True)
+class Thread:
+    """What one thread has done so far, or within a window."""
+
+    name: str
+    run_s: float
+    wake_ups: int
 
 
-def share_of_a_core(processes: list[psutil.Process], window_s: float) -> float:
-    before, start = cpu_seconds(processes), time.monotonic()
+def threads(processes: list[psutil.Process]) -> dict[tuple[int, str], Thread]:
+    """Every thread's run time as the scheduler counts it, and how often it went to sleep to be woken again."""
+    found = {}
+    for process in processes:
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            run_ns = int((task / "schedstat").read_text().split()[0])
+            wake_ups = int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+            found[process.pid, task.name] = Thread((task / "comm").read_text().strip(), run_ns / 1e9, wake_ups)
+    return found
+
+
+def within(processes: list[psutil.Process], window_s: float) -> list[Thread]:
+    """What each thread does within a window."""
+    before = threads(processes)
     time.sleep(window_s)
-    return (cpu_seconds(processes) - before) / (time.monotonic() - start)
+    return [
+        Thread(now.name, now.run_s - then.run_s, now.wake_ups - then.wake_ups)
+        for key, now in threads(processes).items()
+        if (then := before.get(key)) is not None
+    ]
 
 
 def private_bytes(processes: list[psutil.Process]) -> int:
@@ -39,19 +64,28 @@ def private_bytes(processes: list[psutil.Process]) -> int:
     return sum(process.memory_info().rss - process.memory_info().shared for process in processes)
 
 
-@pytest.mark.parametrize("connector", ["shm", "nixl"])
-def test_an_idle_mesh_uses_under_one_percent_of_a_core(connector: str) -> None:
-    # The proxy's own interval: `Mesh` makes it look for engines ten times as often.
-    as_shipped = ("--pd-min-prompt-tokens", "0", "--resolve-interval-s", "2")
+# The same on every machine, where the share of a core (`benchmarks/idle.py`) is not: 2.6 and 4.4 were measured.
+@pytest.mark.parametrize(("connector", "wake_ups_per_s"), [("shm", 4.0), ("nixl", 6.5)])
+def test_an_idle_mesh_sleeps(connector: str, wake_ups_per_s: float) -> None:
+    # The proxy's own intervals: `Mesh` makes it look for engines much more often.
+    looks = ("--resolve-interval-s", "2", "--resolve-rest-interval-s", "10")
+    as_shipped = ("--pd-min-prompt-tokens", "0", *looks)
     with mesh(
         DEMO_MODEL, connector=connector, kvcache_flags=("--connector", connector), proxy_flags=as_shipped
     ) as running:
         running.complete("Warm up the path once before the rest.", max_tokens=4)
         running.wait_nothing_held()
         processes = family(running)
-        # What else runs on the machine can only add to a window, so the least of three is the mesh's own.
-        used = min(share_of_a_core(processes, window_s=10) for _ in range(3))
-        assert used < 0.01, f"{used:.2%} of one core"
+        window_s = 20.0
+        windows = [within(processes, window_s) for _ in range(3)]
+        # A window may have the statistics of the request in it; the least of three is rest.
+        ours = min(sum(one.wake_ups for one in window if one.name not in GRPC_THREADS) for window in windows)
+        assert ours / window_s < wake_ups_per_s
+        for window in windows:
+            busiest = max(window, key=lambda one: one.wake_ups)
+            assert busiest.wake_ups / window_s < MAX_WAKE_UPS_PER_S, busiest
+        # What spins takes all of a core that it can get, on a busy machine too.
+        assert min(max(one.run_s for one in window) for window in windows) / window_s < 0.05
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,22 @@ from pdmesh_proxy.discovery import Addresses, Discovery, Listed
 from support.fake_mesh import until
 
 
-def discovery(prefill: list[str], decode: list[str]) -> tuple[Discovery, list[Addresses]]:
+def discovery(
+    prefill: list[str],
+    decode: list[str],
+    *,
+    rest_interval_s: float = 0.02,
+    is_settled: Callable[[], bool] = lambda: True,
+) -> tuple[Discovery, list[Addresses]]:
     seen: list[Addresses] = []
-    return Discovery({Listed.PREFILL: prefill, Listed.DECODE: decode}, interval_s=0.02, on_addresses=seen.append), seen
+    found = Discovery(
+        {Listed.PREFILL: prefill, Listed.DECODE: decode},
+        interval_s=0.02,
+        rest_interval_s=rest_interval_s,
+        on_addresses=seen.append,
+        is_settled=is_settled,
+    )
+    return found, seen
 
 
 def test_literals_and_names_and_an_engine_in_both_lists() -> None:
@@ -56,6 +70,49 @@ def test_a_file_is_read_again_and_a_broken_one_keeps_what_was_known(tmp_path: Pa
         listing.write_text("127.0.0.1:6\n")
         await until(lambda: len(seen) == 3)
         assert set(seen[2]) == {"127.0.0.1:6"}
+        task.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_at_rest_it_looks_at_once_when_asked_and_goes_on_while_something_is_amiss(tmp_path: Path) -> None:
+    listing = tmp_path / "engines"
+    listing.write_text("127.0.0.1:1\n")
+
+    async def scenario() -> None:
+        settled = True
+        found, seen = discovery([], [f"file:{listing}"], rest_interval_s=3600, is_settled=lambda: settled)
+        task = asyncio.create_task(found.run())
+        await until(lambda: seen)
+        listing.write_text("127.0.0.1:2\n")
+        await asyncio.sleep(0.2)
+        assert len(seen) == 1, "nobody asks"
+        found.hurry()
+        await until(lambda: len(seen) == 2)
+        # Asked between two looks: the next comes at the usual pace.
+        listing.write_text("127.0.0.1:3\n")
+        found.hurry()
+        await until(lambda: len(seen) == 3)
+        settled = False
+        found.hurry()
+        for port in (4, 5):
+            listing.write_text(f"127.0.0.1:{port}\n")
+            await until(lambda port=port: set(seen[-1]) == {f"127.0.0.1:{port}"})
+        task.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_the_rest_ends_by_itself(tmp_path: Path) -> None:
+    listing = tmp_path / "engines"
+    listing.write_text("127.0.0.1:1\n")
+
+    async def scenario() -> None:
+        found, seen = discovery([], [f"file:{listing}"], rest_interval_s=0.1)
+        task = asyncio.create_task(found.run())
+        await until(lambda: seen)
+        listing.write_text("127.0.0.1:2\n")
+        await until(lambda: len(seen) == 2)
         task.cancel()
 
     asyncio.run(scenario())

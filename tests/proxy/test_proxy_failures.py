@@ -425,6 +425,27 @@ def test_replicas_join_get_traffic_and_leave_without_losing_a_request(tmp_path: 
     asyncio.run(scenario())
 
 
+def test_a_mesh_at_rest_finds_new_replicas_with_the_next_request_and_replaces_dead_ones_at_once(tmp_path: Any) -> None:
+    async def scenario() -> None:
+        listing = tmp_path / "decode"
+        at_rest = {"resolve_rest_interval_s": 3600, "engine_wait_timeout_s": 5.0}
+        async with FakeEngine("decode") as first, FakeEngine("decode") as second, FakeEngine("decode") as third:
+            listing.write_text(f"{first.address}\n")
+            async with proxy_over(prefill=[], decode=[f"file:{listing}"], extra=at_rest) as mesh:
+                await until(lambda: mesh.cluster.serving)
+                # The looks that follow a change are over.
+                await asyncio.sleep(0.3)
+                listing.write_text(f"{first.address}\n{second.address}\n")
+                assert tokens_of(await mesh.collect(token_request())) == WANTED[:8]
+                await until(lambda: len(mesh.cluster.view().engines) == 2)
+                await asyncio.sleep(0.3)
+                listing.write_text(f"{third.address}\n")
+                await first.kill()
+                await until(lambda: [e.address for e in mesh.cluster.view().engines] == [third.address])
+
+    asyncio.run(scenario())
+
+
 def test_an_idle_proxy_only_pings() -> None:
     async def scenario() -> None:
         decode = FakeEngine("decode")

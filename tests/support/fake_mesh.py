@@ -62,6 +62,7 @@ async def proxy_over(
         "heartbeat_timeout_s": 5.0,
         "engine_wait_timeout_s": 0.3,
         "resolve_interval_s": 0.05,
+        "resolve_rest_interval_s": 0.05,
     } | (extra or {})
     config = ProxyConfig(prefill=list(prefill), decode=list(decode), **settings)
     registry = CollectorRegistry()

@@ -181,8 +181,8 @@ class Mesh:
     def start_proxy(self, *flags: str) -> Service:
         targets = ["--prefill", f"file:{self.folder / 'prefill'}", "--decode", f"file:{self.folder / 'decode'}"]
         self.proxy = start(
-            "proxy", "--model", self.model, "--port", "0", "--resolve-interval-s", "0.2",
-            *targets, *flags, folder=self.folder,
+            "proxy", "--model", self.model, "--port", "0",
+            "--resolve-interval-s", "0.2", "--resolve-rest-interval-s", "0.2", *targets, *flags, folder=self.folder,
         ).wait_ready()  # fmt: skip
         self.wait_healthy()
         return self.proxy

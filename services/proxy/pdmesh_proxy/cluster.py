@@ -41,7 +41,9 @@ class Cluster:
         self._discovery = Discovery(
             {Listed.PREFILL: config.prefill, Listed.DECODE: config.decode},
             interval_s=config.resolve_interval_s,
+            rest_interval_s=config.resolve_rest_interval_s,
             on_addresses=self._on_addresses,
+            is_settled=self._is_settled,
         )
         self._endpoints: dict[str, Endpoint] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -97,6 +99,10 @@ class Cluster:
         self._num_used += 1
         endpoint.last_used = self._num_used
         return endpoint, endpoint.session
+
+    def expect_requests(self) -> None:
+        """A request has come: notice engines that join or leave soon."""
+        self._discovery.hurry()
 
     async def changed(self) -> None:
         """Return when an engine joins, leaves or drains; the caller sets the deadline."""
@@ -174,8 +180,15 @@ class Cluster:
             self._metrics.engines.labels(role).set(roles[role])
         self._metrics.engines_refused.set(len(sessions) - len(serving))
         self._warn_of_unpaired()
+        if not self._is_settled():
+            self._discovery.hurry()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    def _is_settled(self) -> bool:
+        """Whether there are engines and each has an open session."""
+        sessions = [endpoint.session for endpoint in self._endpoints.values()]
+        return bool(sessions) and all(session is not None and not session.broken for session in sessions)
 
     def _choose_model(self, sessions: list[EngineSession]) -> None:
         votes = Counter(session.info.model_fingerprint for session in sessions)

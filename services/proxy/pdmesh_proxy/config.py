@@ -17,11 +17,13 @@ class ProxyConfig(ServiceConfig, HttpConfig):
     """Name in the API; empty: the engines'."""
     prefill: list[str] = Field(default=["127.0.0.1:8101"])
     """Prefill engines, comma-separated: gRPC `host:port` (every address of the host is an engine) or `file:PATH` with one
-    `host:port` per line. Both are looked at again every `resolve_interval_s`."""
+    `host:port` per line. Both are looked at again every `resolve_interval_s`, at rest every `resolve_rest_interval_s`."""
     decode: list[str] = Field(default=["127.0.0.1:8201"])
     """Decode engines, as `prefill`."""
     resolve_interval_s: float = Field(default=2.0, gt=0, le=3600)
     """Seconds between looks at host names and endpoint files."""
+    resolve_rest_interval_s: float = Field(default=10.0, gt=0, le=3600)
+    """The same while no request comes and every engine is connected; the next request has them looked at at once."""
     pd_min_prompt_tokens: int = Field(default=32, ge=0)
     """A request goes to decode alone when decode would have to compute fewer prompt tokens than this itself; 0: never."""
     max_concurrent_requests: int = Field(default=1024, ge=1, le=1 << 20)

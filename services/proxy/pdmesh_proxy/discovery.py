@@ -1,6 +1,10 @@
-"""Where the engines are: turns targets into addresses and looks again every few seconds, so that replicas join and leave."""
+"""Where the engines are: turns targets into addresses and looks again every few seconds, so that replicas join and leave.
+
+At rest, when no request comes and nothing is amiss, it looks more seldom; the first request then has it look at once.
+"""
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable
@@ -29,11 +33,21 @@ class Discovery:
     """Calls `on_addresses` with all addresses whenever they differ from the last time."""
 
     def __init__(
-        self, targets: dict[Listed, list[str]], *, interval_s: float, on_addresses: Callable[[Addresses], None]
+        self,
+        targets: dict[Listed, list[str]],
+        *,
+        interval_s: float,
+        rest_interval_s: float,
+        on_addresses: Callable[[Addresses], None],
+        is_settled: Callable[[], bool],
     ) -> None:
+        """`is_settled` says whether every address that was found is in use; only then there is any rest."""
         self._targets = [(listed, parse_target(text)) for listed, texts in targets.items() for text in texts]
         self._interval_s = interval_s
+        self._rest_interval_s = rest_interval_s
         self._on_addresses = on_addresses
+        self._is_settled = is_settled
+        self._hurry = asyncio.Event()
         self._known: dict[HostTarget | FileTarget, frozenset[str]] = {}
         """Last good answer per target: a look-up that fails takes no engine away."""
         self._complained: set[HostTarget | FileTarget] = set()
@@ -46,11 +60,20 @@ class Discovery:
         hosts = {listed for listed, target in self._targets if isinstance(target, HostTarget)}
         return frozenset(hosts | self._seen)
 
+    def hurry(self) -> None:
+        """Someone depends on where the engines are: keep looking, and at once after a rest."""
+        self._hurry.set()
+
     async def run(self) -> None:
         """Look, report, wait; ends at once when no target can ever change."""
         await self.look()
         while any(isinstance(target, FileTarget) or not target.is_literal for _, target in self._targets):
             await asyncio.sleep(self._interval_s)
+            if self._is_settled():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._rest_interval_s - self._interval_s):
+                        await self._hurry.wait()
+            self._hurry.clear()
             await self.look()
 
     async def look(self) -> None:

@@ -97,6 +97,7 @@ class MeshGenerator(Generator):
     def _admitted(self, request: TokenRequest) -> Iterator[RunningRequest]:
         """Own a request: refuse it, or count it in, and count it out however it ends."""
         self._check_admissible(request)
+        self._cluster.expect_requests()
         run = self._running[request.request_id] = RunningRequest(request, self._metrics)
         run.prefix_keys = self._index.keys(request.token_ids, request.cache_salt)
         run.cached_on = self._index.cached_tokens(run.prefix_keys)

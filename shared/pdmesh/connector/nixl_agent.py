@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 """Import names under which NIXL is published."""
 BACKEND = "UCX"
-# Events wake the thread at once; this only bounds the harm of one that was missed.
-PROGRESS_DELAY_US = 500_000
+# Events wake the thread at once; this only bounds the harm of one that was missed, well within a handshake's 4.5 s.
+PROGRESS_DELAY_US = 2_000_000
 
 
 class ReadState(Enum):

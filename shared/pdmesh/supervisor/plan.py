@@ -112,7 +112,7 @@ class Plan:
         """The door. It finds engines through the endpoint files, which may still be empty."""
         config = self._config
         flags = ["--host", config.host, "--port", str(config.port), "--model", config.model]
-        # The endpoint files are local and change only when we write them, so looking often costs nothing.
+        # The endpoint files are local, so looking often while engines come and go costs little.
         flags += ["--resolve-interval-s", "0.25"]
         flags += ["--prefill", f"file:{self._runtime.endpoints(Role.PREFILL)}"]
         flags += ["--decode", f"file:{self._runtime.endpoints(Role.DECODE)}"]
