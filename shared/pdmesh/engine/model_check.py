@@ -26,6 +26,9 @@ def check_model(config: EngineConfig) -> ModelSource:
 
 def _check_memory(config: EngineConfig, model: dict[str, Any]) -> None:
     """Refuse a pool that could not hold the context in the smallest type that may be meant; the core knows exactly."""
+    if model.get("sliding_window"):
+        # Which layers keep less than everything is for who builds the model to say.
+        return
     item_bytes = ITEM_BYTES.get(config.dtype, min(ITEM_BYTES.values()))
     token_bytes = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * item_bytes
     needed = token_bytes * max(config.max_model_len, config.block_size, 1)
