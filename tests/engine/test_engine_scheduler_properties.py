@@ -1,77 +1,74 @@
 """Scheduler and KV manager under random events, without a model: after each event everything is in exactly one place.
 
-Hypothesis picks arrivals, aborts, pulls that succeed and fail, offers released and steps; pools are tiny, so
-that preemption is the rule. At the end every request has ended once, and every block is free.
+Hypothesis picks arrivals, aborts, pulls that succeed and fail, offers released, steps that end early, late, with NaN or not at
+all; pools are tiny, so that preemption is the rule. What is asserted stands in `support.scheduler_world`.
 """
 
-from collections import Counter
+from typing import Any, ClassVar
 
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from pdmesh.connector.base import Pull, PullResult
-from pdmesh.engine.admission import Limits
-from pdmesh.engine.block_key import block_keys, root_key
-from pdmesh.engine.block_pool import BlockPool
-from pdmesh.engine.kv_manager import KVGroup, KVManager
-from pdmesh.engine.progress import RowResult
-from pdmesh.engine.scheduler import Schedule, Scheduler
-from pdmesh.engine.states import State
-from pdmesh.errors import InternalError
-from pdmesh.protocol.messages import GroupBlocks, KVSource
-from support.core_harness import make_add
+from support.scheduler_wish import Wish
+from support.scheduler_world import World, WorldConfig
 
-BLOCK_SIZE = 4
-ROOT = root_key("m", "l", 0)
-FINAL_STEPS = 3000
+KINDS = [
+    pytest.param((is_async, by_priority, windows), id=f"{policy}-{when}-{groups}")
+    for policy, by_priority in (("fcfs", False), ("priority", True))
+    for when, is_async in (("sync", False), ("async", True))
+    for groups, windows in (("full", (0,)), ("full+sliding", (0, 6)))
+]
 
 
-class EngineMachine(RuleBasedStateMachine):
-    """Drives a scheduler as the core would, and keeps its own record of what was promised."""
+class Machine(RuleBasedStateMachine):
+    """Draws events for a `World`."""
 
-    @initialize(
-        num_blocks=st.integers(4, 24),
-        max_num_seqs=st.integers(1, 6),
-        budget=st.integers(1, 40),
-        threshold=st.sampled_from([0, 3]),
-        watermark=st.sampled_from([0, 2]),
-        caching=st.booleans(),
-    )
-    def start(
-        self, num_blocks: int, max_num_seqs: int, budget: int, threshold: int, watermark: int, caching: bool
-    ) -> None:
-        self.limits = Limits(
-            max_num_batched_tokens=budget,
-            max_num_seqs=max_num_seqs,
-            max_model_len=num_blocks * BLOCK_SIZE,
-            vocab_size=100,
-            eos_token_ids=frozenset({1}),
-            long_prefill_token_threshold=threshold,
-            watermark_blocks=watermark,
+    is_async = False
+    by_priority = False
+    windows: tuple[int, ...] = (0,)
+    num_events: ClassVar[int] = 0
+    """Of all machines since the last reset."""
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        draw = data.draw
+        max_num_seqs = draw(st.integers(1, 6))
+        self.world = World(
+            WorldConfig(
+                is_async=self.is_async,
+                by_priority=self.by_priority,
+                aging_s=draw(st.sampled_from([0.0, 2.0])) if self.by_priority else 0.0,
+                windows=self.windows,
+                num_blocks=draw(st.integers(4, 24)) * len(self.windows),
+                max_num_seqs=max_num_seqs,
+                max_num_active_seqs=draw(st.integers(0, max_num_seqs)),
+                budget=draw(st.integers(1, 40)),
+                threshold=draw(st.sampled_from([0, 0, 3])),
+                is_adaptive=draw(st.booleans()),
+                max_partial=draw(st.sampled_from([0, 0, 1, 2])),
+                watermark=draw(st.sampled_from([0, 2])),
+                caching=draw(st.booleans()),
+                stream_interval=draw(st.sampled_from([1, 1, 3])),
+                max_num_queued_reqs=draw(st.sampled_from([4096, 4096, 9])),
+                max_num_queued_tokens=draw(st.sampled_from([0, 0, 60])),
+            )
         )
-        group = KVGroup(blocks=BlockPool(num_blocks), block_size=BLOCK_SIZE, root=ROOT)
-        self.scheduler = Scheduler(KVManager([group], enable_prefix_caching=caching), self.limits)
-        self.num_added = 0
-        self.open: set[tuple[str, int]] = set()
-        self.sources: set[str] = set()
-        self.offers: set[str] = set()
-        self.sealed: list[str] = []
-        self.pulls: dict[str, Pull] = {}
-        self.cancelled: set[str] = set()
-        self.tokens = 2
 
     @rule(
         length=st.integers(1, 40),
         family=st.integers(0, 2),
         n=st.sampled_from([1, 1, 1, 3, 7]),
         max_tokens=st.integers(1, 12),
-        prefill_only=st.booleans(),
-        has_offer=st.booleans(),
-        num_emitted=st.sampled_from([0, 0, 1, 3]),
-        source=st.sampled_from(["", "", "peer", "tier", "stock", "broken"]),
-        policy=st.sampled_from(["recompute", "fail"]),
-        wants_prompt_logprobs=st.sampled_from([False, False, True]),
+        emitted=st.sampled_from([0, 0, 1, 3]),
+        priority=st.integers(-1, 2),
+        kind=st.sampled_from(["", "", "", "prefill_only", "prompt_logprobs", "scoring", "logprobs"]),
+        source=st.sampled_from(["", "", "", "peer", "tier", "stock", "broken"]),
+        end=st.sampled_from(["", "", "eos", "nan"]),
+        end_at=st.integers(0, 8),
+        salt=st.sampled_from(["", "", "a"]),
+        flags=st.integers(0, 3),
     )
     def add(
         self,
@@ -79,206 +76,119 @@ class EngineMachine(RuleBasedStateMachine):
         family: int,
         n: int,
         max_tokens: int,
-        prefill_only: bool,
-        has_offer: bool,
-        num_emitted: int,
+        emitted: int,
+        priority: int,
+        kind: str,
         source: str,
-        policy: str,
-        wants_prompt_logprobs: bool,
+        end: str,
+        end_at: int,
+        salt: str,
+        flags: int,
     ) -> None:
-        self.num_added += 1
-        request_id = f"r{self.num_added}"
-        num_emitted = max(num_emitted, 1) if source == "peer" else 0 if source in ("tier", "stock") else num_emitted
-        # A few families of prompts, so that prefixes are shared.
-        prompt = [2 + (family * 7 + index) % 90 for index in range(length)]
-        add = make_add(
-            prompt,
-            request_id,
-            n=n,
-            max_tokens=max_tokens,
-            ignore_eos=False,
-            prefill_only=prefill_only,
-            emitted=[[3] * num_emitted] * n if num_emitted else [],
-            offer_id=f"offer-{request_id}" if has_offer else "",
-            store_to_tier=has_offer,
-            prompt_logprobs=1 if wants_prompt_logprobs else None,
-            source=_source(request_id, length, source, policy),
-            recompute_last=source == "stock",
-            block_keys=block_keys(prompt, BLOCK_SIZE, root=ROOT),
+        emitted = max(emitted, 1) if source == "peer" else 0 if source in ("tier", "stock") else emitted
+        if kind == "scoring":
+            max_tokens, emitted = 0, 0
+        self.world.add(
+            Wish(
+                # A few families of prompts, so that prefixes are shared.
+                prompt=[2 + (family * 7 + index) % 90 for index in range(length)],
+                n=n,
+                max_tokens=max_tokens,
+                emitted=min(emitted, max_tokens),
+                priority=priority,
+                salt=salt,
+                eos_at=end_at + emitted if end == "eos" else -1,
+                nan_at=end_at + emitted if end == "nan" else -1,
+                prefill_only=kind == "prefill_only",
+                has_offer=bool(flags & 1),
+                prompt_logprobs=kind in ("prompt_logprobs", "scoring"),
+                logprobs=kind == "logprobs",
+                source=source,
+                fail_policy="fail" if flags & 2 else "recompute",
+            )
         )
-        self.open |= {(request_id, choice) for choice in range(n)}
-        if add.source is not None:
-            self.sources.add(add.source.transfer_id)
-        if has_offer:
-            self.offers.add(add.offer_id)
-        self.scheduler.add(add)
-        self._collect()
 
-    @precondition(lambda self: self.open)
-    @rule(data=st.data(), everything=st.booleans())
-    def abort(self, data: st.DataObject, everything: bool) -> None:
-        request_id, choice = data.draw(st.sampled_from(sorted(self.open)))
-        self.scheduler.abort(request_id, -1 if everything else choice)
-        self._collect()
-        assert (request_id, choice) not in self.open
+    @precondition(lambda self: self.world.open)
+    @rule(which=st.integers(0, 1 << 16), everything=st.booleans())
+    def abort(self, which: int, everything: bool) -> None:
+        request_id, choice = _pick(sorted(self.world.open), which)
+        self.world.abort(request_id, -1 if everything else choice)
+
+    @rule(num_steps=st.integers(1, 8))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.world.plan()
+            self.world.end_step()
+
+    @precondition(lambda self: self.world.state.running)
+    @rule(which=st.integers(0, 1 << 16))
+    def preempt(self, which: int) -> None:
+        self.world.preempt(_pick(self.world.state.running, which))
+
+    @rule(is_crashing=st.sampled_from([False, False, False, True]))
+    def plan(self, is_crashing: bool) -> None:
+        self.world.plan(is_crashing=is_crashing)
 
     @rule()
-    def abort_unknown(self) -> None:
-        self.scheduler.abort("nobody")
+    def end_step(self) -> None:
+        self.world.end_step()
 
-    @rule(num_steps=st.integers(1, 6), result=st.sampled_from(["token", "token", "token", "eos", "nan", "crash"]))
-    def step(self, num_steps: int, result: str) -> None:
-        for index in range(num_steps):
-            self._step(result if index == 0 else "token")
+    @rule(seconds=st.integers(1, 5))
+    def wait(self, seconds: int) -> None:
+        self.world.now += seconds
 
-    @precondition(lambda self: self.pulls)
-    @rule(data=st.data(), reason=st.sampled_from(["", "", "stale", "peer_lost"]))
-    def end_pull(self, data: st.DataObject, reason: str) -> None:
-        self._end_pull(data.draw(st.sampled_from(sorted(self.pulls))), reason)
+    @precondition(lambda self: self.world.pulls)
+    @rule(which=st.integers(0, 1 << 16), reason=st.sampled_from(["", "", "stale", "peer_lost"]))
+    def end_pull(self, which: int, reason: str) -> None:
+        transfer_id = _pick(sorted(self.world.pulls), which)
+        if self.world.can_end_pull(transfer_id):
+            self.world.end_pull(transfer_id, reason)
 
-    @precondition(lambda self: self.offers)
-    @rule(data=st.data())
-    def release_offer(self, data: st.DataObject) -> None:
-        offer_id = data.draw(st.sampled_from(sorted(self.offers)))
-        self.offers.discard(offer_id)
-        self.scheduler.release_offer(offer_id)
-        self._collect()
+    @precondition(lambda self: self.world.offers)
+    @rule(which=st.integers(0, 1 << 16))
+    def release_offer(self, which: int) -> None:
+        self.world.release_offer(_pick(sorted(self.world.offers), which))
 
-    @invariant()
-    def is_whole(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        state = self.scheduler.state
-        state.check_integrity()
-        assert len(state.running) <= self.limits.max_num_seqs
-        assert state.ledger.num_loads == len(self.pulls)
-        assert _live(self.scheduler) == self.open
-        for sequence in state.running:
-            assert len(sequence.blocks[0]) * BLOCK_SIZE >= sequence.num_computed
-            assert 0 <= sequence.num_computed < sequence.num_tokens <= self.limits.max_model_len
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.world.reset_prefix_cache()
 
     def teardown(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        for _ in range(FINAL_STEPS):
-            if not self.open and not self.pulls:
-                break
-            for transfer_id in list(self.pulls):
-                self._end_pull(transfer_id, "")
-            if not self._step("token"):
-                # Only offers can stand in the way for good; their leases end.
-                for offer_id in self.offers:
-                    self.scheduler.release_offer(offer_id)
-                self.offers.clear()
-        assert not self.open, "a request did not end"
-        for offer_id in self.offers:
-            self.scheduler.release_offer(offer_id)
-        assert not self.sources, "a source was not settled"
-        assert self.scheduler.state.kv.num_used == 0
-        self.scheduler.state.check_integrity()
-
-    def _step(self, first_result: str) -> bool:
-        schedule = self.scheduler.schedule()
-        self._check_schedule(schedule)
-        self._collect()
-        if not schedule.rows:
-            return False
-        if first_result == "crash":
-            self.scheduler.fail(schedule, "crashed")
-        else:
-            results = [
-                self._result(first_result if index == 0 else "token", row) for index, row in enumerate(schedule.rows)
-            ]
-            self.scheduler.update(schedule, results)
-        self._collect()
-        return True
-
-    def _check_schedule(self, schedule: Schedule) -> None:
-        assert schedule.num_tokens <= self.limits.max_num_batched_tokens
-        assert len({row.sequence.order for row in schedule.rows}) == len(schedule.rows)
-        for row in schedule.rows:
-            assert row.num_tokens > 0
-            assert row.sequence.state is State.RUNNING
-            assert row.end <= row.sequence.num_tokens
-            assert len(row.sequence.blocks[0]) * BLOCK_SIZE >= row.end
-        # No block that is written in this step is written by anyone else, or by a pull.
-        written = Counter(
-            block
-            for row in schedule.rows
-            for block in row.sequence.blocks[0][row.sequence.num_computed // BLOCK_SIZE : -(-row.end // BLOCK_SIZE)]
-        )
-        written.update(block for pull in self.pulls.values() for block in pull.target_block_ids)
-        assert all(count == 1 for count in written.values())
-        # Nor does any other sequence read it.
-        holders = Counter(
-            block
-            for request in self.scheduler.state.requests.values()
-            for sequence in request.sequences.values()
-            for block in sequence.blocks[0]
-        )
-        assert all(holders[block] <= 1 for block in written)
-
-    def _result(self, kind: str, row: object) -> RowResult:
-        if kind == "nan":
-            return RowResult(error=InternalError("nan"), is_nan=True)
-        if not row.needs_token:  # type: ignore[attr-defined]
-            return RowResult()
-        self.tokens = 2 + (self.tokens + 1) % 90
-        return RowResult(token_id=1 if kind == "eos" else self.tokens)
-
-    def _end_pull(self, transfer_id: str, reason: str) -> None:
-        del self.pulls[transfer_id]
-        reason = reason or ("cancelled" if transfer_id in self.cancelled else "")
-        self.scheduler.end_pull(
-            PullResult(transfer_id=transfer_id, reason=reason, num_bytes=8, duration_s=0.0), connector="shm"
-        )
-        self._collect()
-
-    def _collect(self) -> None:
-        """Play the server: note what ended, and that nothing ends twice."""
-        outbox = self.scheduler.state.take_outbox()
-        for delta in outbox.deltas:
-            key = (delta.request_id, delta.choice)
-            assert key in self.open, "a delta after the end"
-            handed_off = not delta.finish_reason and key not in _live(self.scheduler)
-            if delta.finish_reason or handed_off:
-                self.open.discard(key)
-        for ended in outbox.transfers:
-            self.sources.remove(ended.transfer_id)
-        for sealed in outbox.sealed:
-            assert sealed.offer_id in self.offers
-            assert sealed.offer_id not in self.sealed
-            self.sealed.append(sealed.offer_id)
-        for pull in outbox.pulls:
-            assert len(pull.source_block_ids) == len(pull.generations) == len(pull.target_block_ids) > 0
-            self.pulls[pull.transfer_id] = pull
-        self.cancelled.update(outbox.cancels)
+        if hasattr(self, "world"):
+            self.world.finish()
+            Machine.num_events += self.world.num_events
 
 
-def _live(scheduler: Scheduler) -> set[tuple[str, int]]:
-    return {
-        (request.request_id, choice)
-        for request in scheduler.state.requests.values()
-        for choice in (*request.sequences, *request.held)
-    }
+def _pick(choices: list[Any], which: int) -> Any:
+    return choices[which % len(choices)]
 
 
-def _source(request_id: str, length: int, kind: str, policy: str) -> KVSource | None:
-    if not kind:
-        return None
-    num_tokens = length // BLOCK_SIZE * BLOCK_SIZE if kind == "tier" else length
-    num_blocks = -(-num_tokens // BLOCK_SIZE) + (kind == "broken")
-    if num_blocks == 0:
-        return None
-    blocks = GroupBlocks(group=0, block_ids=list(range(num_blocks)), generations=[1] * num_blocks)
-    return KVSource(
-        transfer_id=f"t-{request_id}",
-        peer_id="p@1",
-        groups=[blocks],
-        num_tokens=num_tokens,
-        fail_policy=policy,
+def run_machine(kind: tuple[bool, bool, tuple[int, ...]], *, num_examples: int, num_steps: int, is_fixed: bool) -> int:
+    """Return how many events were run. The same ones each time when `is_fixed`, else others each time."""
+    is_async, by_priority, windows = kind
+    machine = type("Machine", (Machine,), {"is_async": is_async, "by_priority": by_priority, "windows": windows})
+    Machine.num_events = 0
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=num_examples,
+            stateful_step_count=num_steps,
+            derandomize=is_fixed,
+            deadline=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
     )
+    return Machine.num_events
 
 
-TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_is_in_exactly_one_place(kind: tuple[bool, bool, tuple[int, ...]]) -> None:
+    assert run_machine(kind, num_examples=60, num_steps=50, is_fixed=True) >= 10_000 // len(KINDS)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_is_in_exactly_one_place_for_100_000_events(kind: tuple[bool, bool, tuple[int, ...]]) -> None:
+    assert run_machine(kind, num_examples=200, num_steps=60, is_fixed=False) >= 100_000 // len(KINDS)
