@@ -91,6 +91,35 @@ def test_a_step_that_raises_comes_out_as_its_exception_and_the_next_runs(is_asyn
     executor.close()
 
 
+def test_nothing_is_planned_on_a_step_that_failed_before_its_failure_is_known() -> None:
+    """Once, the next step was planned as if the copies of the failed one had been made."""
+    worker = GatedWorker()
+    executor = Executor(worker, is_async=True)
+    executor.submit(StepPlan())
+    worker.may_compute.release()
+    select.select([executor.fileno()], [], [], 10)
+    assert not executor.can_take
+    executor.take_results()
+    assert executor.can_take
+    executor.close()
+
+
+def test_whatever_a_step_raises_the_next_runs() -> None:
+    class Leaving(GatedWorker):
+        def run(self, plan: StepPlan, on_computed: Callable[[], None] | None = None) -> StepResult:
+            if not plan.rows:
+                raise SystemExit(1)
+            return StepResult(token_ids=list(plan.rows))
+
+    executor = Executor(Leaving(), is_async=False)
+    executor.submit(StepPlan())
+    [failed] = wait(executor)
+    assert isinstance(failed, RuntimeError)
+    executor.submit(StepPlan(rows=[1]))
+    assert isinstance(wait(executor)[0], StepResult)
+    executor.close()
+
+
 def test_a_pull_starts_when_the_steps_that_were_under_way_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     core = CoreHarness()
     done: list[str] = []

@@ -70,7 +70,7 @@ def test_only_what_a_window_needs_is_offered_and_pulled(pair: tuple[CoreHarness,
     assert decode.num_used == 0
 
 
-@pytest.mark.parametrize("length", [4, 16, 18, 63])
+@pytest.mark.parametrize("length", [4, 9, 13, 16, 18, 21, 63])
 def test_the_stock_flow_recomputes_the_last_token(pair: tuple[CoreHarness, CoreHarness], length: int) -> None:
     prefill, decode = pair
     prompt = random_prompt(length)

@@ -161,21 +161,32 @@ def test_an_event_that_cannot_happen_is_a_bug() -> None:
         after(State.FINISHED_STOPPED, Event.PREEMPTED)
 
 
-def test_a_bug_in_the_states_ends_one_request_and_the_others_go_on() -> None:
+@pytest.mark.parametrize("wrong", list(State))
+@pytest.mark.parametrize("when", ["waiting", "running", "under way"])
+def test_a_bug_in_the_states_ends_one_request_and_the_others_go_on(wrong: State, when: str) -> None:
     scheduler = make_scheduler()
-    add(scheduler, "a", 4)
-    add(scheduler, "b", 4)
-    schedule = scheduler.schedule()
-    # As if a defect had ended it without anybody noticing.
-    schedule.sequences[0].state = State.WAITING_FOR_GRAMMAR
-    schedule.sequences[0].request.sampling.stop_token_ids.append(NEXT)
-    scheduler.state.compiling["a"] = schedule.sequences[0]
-    scheduler.state.running.remove(schedule.sequences[0])
-    scheduler.update(schedule, result_of(schedule))
-    deltas = {delta.request_id: delta for delta in scheduler.state.outbox.deltas}
-    assert (deltas["a"].error_code, deltas["b"].token_ids) == ("InternalError", [NEXT])
-    assert scheduler.state.counters.illegal_events == 1
-    assert list(scheduler.state.requests) == ["b"]
+    add(scheduler, "a", 4, n=2, max_tokens=4)
+    add(scheduler, "b", 4, max_tokens=4)
+    schedule = scheduler.schedule() if when != "waiting" else None
+    if schedule is not None and when == "running":
+        scheduler.update(schedule, result_of(schedule))
+    # As if a defect had moved it without anybody noticing.
+    for sequence in scheduler.state.requests["a"].sequences.values():
+        sequence.state = wrong
+    if schedule is not None and when == "under way":
+        scheduler.update(schedule, result_of(schedule))
+    for _ in range(12):
+        planned = scheduler.schedule()
+        if planned.sequences:
+            scheduler.update(planned, result_of(planned))
+    ends = {delta.request_id: delta.finish_reason for delta in scheduler.state.outbox.deltas if delta.finish_reason}
+    assert ends["b"] == "length"
+    if "a" not in ends or ends["a"] == "error":
+        scheduler.abort("b")
+        scheduler.fail_request("a", "the test is over")
+    assert not scheduler.state.requests
+    assert scheduler.state.kv.num_used == 0
+    scheduler.state.check_integrity()
 
 
 def test_a_step_is_planned_before_the_tokens_of_the_one_under_way_are_known() -> None:
@@ -403,3 +414,90 @@ def test_prompt_logprobs_survive_a_preemption_that_was_planned_before_they_were_
     known = TokenLogprobs(token_ids=[3], logprobs=[-1.0], rank=1)
     scheduler.update(schedule, StepResult(token_ids=[NEXT], prompt_logprobs={0: [known]}))
     assert scheduler.state.outbox.deltas[0].prompt_logprobs == [None, known]
+
+
+def test_a_long_prompt_leaves_a_token_for_each_of_those_behind_it() -> None:
+    scheduler = make_scheduler(by_priority=True, max_num_batched_tokens=10)
+    for request_id in ("b", "c"):
+        add(scheduler, request_id, 4, priority=1)
+    step(scheduler)
+    add(scheduler, "a", 60, priority=0)
+    assert step(scheduler) == {"a": 8, "b": 1, "c": 1}
+    assert step(scheduler) == {"a": 8, "b": 1, "c": 1}
+
+
+def test_no_more_fetch_than_could_run() -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    add(scheduler, "a", 4)
+    step(scheduler)
+    for request_id in ("b", "c", "d"):
+        fetch(scheduler, request_id, 4)
+    add(scheduler, "e", 4)
+    assert step(scheduler) == {"a": 1}
+    assert scheduler.state.ledger.num_owners == 2
+
+
+def test_who_fetches_does_not_keep_others_from_computing() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    fetch(scheduler, "a", 4)
+    add(scheduler, "b", 4)
+    assert step(scheduler) == {"b": 4}
+
+
+def test_copies_that_block_a_lone_request_are_a_step_of_their_own() -> None:
+    """Once, their sources kept the blocks that it needed, and nothing was planned any more."""
+    scheduler = make_scheduler(num_blocks=4, max_num_seqs=1, max_num_batched_tokens=3, max_model_len=16)
+    add(scheduler, "a", 10, n=3, max_tokens=4, emitted=[[NEXT] * 3] * 3)
+    schedule = scheduler.schedule()
+    scheduler.update(schedule, result_of(schedule))
+    scheduler.abort("a", 0)
+    for _ in range(40):
+        schedule = scheduler.schedule()
+        if not schedule.is_empty:
+            scheduler.update(schedule, result_of(schedule))
+    assert not scheduler.state.requests
+    assert scheduler.state.kv.num_used == 0
+
+
+def test_what_is_shared_after_a_reset_is_not_named_either() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 30, n=2, max_tokens=1)
+    step(scheduler)
+    scheduler.reset_prefix_cache()
+    for _ in range(3):
+        step(scheduler)
+    assert not scheduler.state.requests
+    add(scheduler, "a", 30)
+    assert step(scheduler) == {"a": 20}
+
+
+def test_statistics_count_each_token_once() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 8, max_tokens=1)
+    step(scheduler)
+    fetch(scheduler, "a", 20)
+    scheduler.schedule()
+    scheduler.end_pull(PullResult(transfer_id="a", reason="", num_bytes=1, duration_s=0.0), "shm")
+    counters = scheduler.state.counters
+    assert (counters.prefix_cache_queries, counters.prefix_cache_hits) == (8 + 21, 8)
+    assert (counters.external_queries, counters.external_hits) == (12, 12)
+
+
+def test_a_step_holds_prompt_logprobs_of_few_tokens() -> None:
+    scheduler = make_scheduler(num_blocks=200, max_num_batched_tokens=1000)
+    for request_id in ("a", "b"):
+        add(scheduler, request_id, 200, prompt_logprobs=0, max_tokens=2)
+    assert step(scheduler) == {"a": 200, "b": 56}
+    assert step(scheduler) == {"a": 1, "b": 144}
+
+
+def test_a_choice_whose_source_went_with_the_lead_says_that_it_computed() -> None:
+    scheduler = make_scheduler()
+    blocks = GroupBlocks(group=0, block_ids=[0, 1], generations=[1] * 2)
+    source = KVSource(transfer_id="t", peer_id="p@1", groups=[blocks], num_tokens=8)
+    add(scheduler, "a", 8, n=2, max_tokens=3, emitted=[[NEXT], [NEXT]], source=source)
+    scheduler.schedule()
+    scheduler.abort("a", 0)
+    step(scheduler)
+    [delta] = [delta for delta in scheduler.state.outbox.deltas if delta.choice == 1]
+    assert delta.kv_source == "recompute:aborted"

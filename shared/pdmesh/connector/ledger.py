@@ -63,9 +63,9 @@ class Ledger(Generic[OwnerT]):
     def begin_load(self, load: Load[OwnerT]) -> None:
         self._loads[load.source.transfer_id] = load
 
-    def load_of(self, owner: OwnerT) -> Load[OwnerT]:
-        """Return the load that `owner` waits for."""
-        return next(load for load in self._loads.values() if load.owner is owner)
+    def find_load(self, owner: OwnerT) -> Load[OwnerT] | None:
+        """Return the load that `owner` waits for; None when it waits for none."""
+        return next((load for load in self._loads.values() if load.owner is owner), None)
 
     def end_load(self, transfer_id: str) -> Load[OwnerT] | None:
         """Strike a load off; None when it is not known."""

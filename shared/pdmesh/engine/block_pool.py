@@ -66,6 +66,10 @@ class BlockPool:
         self._copies[taken] = source
         return taken
 
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._copies)
+
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the copies (source, target) that the next step must begin with, whose plan must be complete by now."""
         copies, self._copies = self._copies, {}

@@ -5,9 +5,10 @@ One thread owns the scheduler, another the model (see `executor`). With asynchro
 the one before it has computed its logits, while that one still samples.
 """
 
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -30,6 +31,7 @@ from pdmesh.engine.messages import (
     ToCore,
 )
 from pdmesh.engine.plan import StepResult
+from pdmesh.engine.request import BrokenSequence
 from pdmesh.engine.scheduler import Schedule, Scheduler
 from pdmesh.errors import InternalError
 
@@ -95,11 +97,21 @@ class Core:
 
     def _take_in(self) -> None:
         for order in self._inbox.drain():
-            self._handle(order)
+            with self._expelling():
+                self._handle(order)
         for ended in self._links.poll():
-            self._scheduler.end_pull(ended.result, ended.connector)
+            with self._expelling():
+                self._scheduler.end_pull(ended.result, ended.connector)
         for message in self._links.take_news():
             self._send(message)
+
+    @contextlib.contextmanager
+    def _expelling(self) -> Iterator[None]:
+        """Let a request that meets a bug of the engine's states end alone."""
+        try:
+            yield
+        except BrokenSequence as exc:
+            self._scheduler.expel(exc)
 
     def _take_results(self) -> bool:
         """Update the scheduler with each step that ended; whether there was one."""
@@ -137,7 +149,7 @@ class Core:
             schedule = self._scheduler.schedule()
             # Pulls go first, so that memory moves while the step computes.
             self._order_pulls()
-            if schedule.sequences:
+            if not schedule.is_empty:
                 self._under_way.append(schedule)
                 self._executor.submit(schedule.plan)
         else:

@@ -18,7 +18,7 @@ from pdmesh.engine.limits import Limits
 from pdmesh.engine.messages import Stats, TransferEnded
 from pdmesh.engine.outbox import Outbox
 from pdmesh.engine.plan import NO_BLOCK
-from pdmesh.engine.request import NO_ROW, Order, Request, Sequence
+from pdmesh.engine.request import NO_ROW, BrokenSequence, Order, Request, Sequence
 from pdmesh.engine.states import FINISH_REASON, Event, State
 from pdmesh.engine.waiting_queue import WaitingQueue
 from pdmesh.errors import MeshError
@@ -72,7 +72,7 @@ class EngineState:
 
     @property
     def num_queued(self) -> int:
-        """Choices that have not had a turn yet."""
+        """Requests whose first choice has not had a turn yet, and choices that have not started."""
         return self.waiting.num_new + self.num_held + len(self.compiling)
 
     def enqueue(self, request: Request) -> None:
@@ -100,7 +100,7 @@ class EngineState:
         del self.compiling[sequence.request.request_id]
         self.waiting.push(sequence, is_new=True)
 
-    def sequence_of(self, request: Request, choice: int) -> Sequence | None:
+    def take_sequence(self, request: Request, choice: int) -> Sequence | None:
         """Return a live choice's sequence, made now for one that has not started; it must be moved on at once."""
         if choice in request.held:
             self.num_held -= 1
@@ -153,8 +153,10 @@ class EngineState:
         if sequence.has_reported:
             return
         sequence.num_reused_tokens = num_tokens
-        self.counters.prefix_cache_queries += sequence.num_tokens
-        self.counters.prefix_cache_hits += num_tokens
+        if not sequence.request.is_lookup_counted:
+            sequence.request.is_lookup_counted = True
+            self.counters.prefix_cache_queries += sequence.num_tokens
+            self.counters.prefix_cache_hits += num_tokens
         if sequence.kv_source in ("", PREFIX_SOURCE):
             sequence.kv_source = PREFIX_SOURCE if num_tokens else ""
 
@@ -175,6 +177,9 @@ class EngineState:
         if sequence is request.lead and not is_last:
             # Without a lead the held would wait for ever. KV that led to a failure is not handed on.
             self.free_next(request, None if event is Event.FAILED else sequence)
+            if before is State.WAITING_FOR_REMOTE_KVS:
+                # The source went with the pull.
+                request.lead.kv_source = "recompute:aborted"
         self._leave(sequence, before)
         self.report(
             sequence,
@@ -190,6 +195,33 @@ class EngineState:
         if request.is_ended:
             self.note_prompt_computed(request)
             del self.requests[request.request_id]
+
+    def expel(self, request: Request, error: MeshError) -> None:
+        """End a request whose states cannot be trusted: its sequences are looked for in every place there is."""
+        for sequence in list(request.sequences.values()):
+            if sequence.row != NO_ROW:
+                self._free_row(sequence)
+            self.running[:] = [each for each in self.running if each is not sequence]
+            self.waiting.discard(sequence)
+            if self.compiling.get(request.request_id) is sequence:
+                del self.compiling[request.request_id]
+            load = self.ledger.find_load(sequence)
+            if load is not None:
+                load.owner, load.quarantined = None, self.kv.detach(sequence)
+                self.outbox.cancels.append(load.source.transfer_id)
+            self.kv.forget(sequence)
+            self.kv.release(sequence)
+            sequence.state = State.FINISHED_ERROR
+            self.report(sequence, token_ids=[], logprobs=[], finish_reason="error", error=error)
+        self.num_held -= len(request.held)
+        for choice in list(request.held):
+            held = request.make_next(choice)
+            self.report(held, token_ids=[], logprobs=[], finish_reason="error", error=error)
+        request.sequences.clear()
+        if request.source is not None:
+            self.end_source(request, request.source, reason="aborted")
+        if self.requests.pop(request.request_id, None) is not None:
+            self.note_prompt_computed(request)
 
     def report(
         self,
@@ -241,7 +273,10 @@ class EngineState:
         )
 
     def end_source(self, request: Request, source: KVSource, *, reason: str) -> None:
-        """Tell the server that a source is not needed any more, without a pull; an empty reason is success."""
+        """Tell the server that a source is not needed any more, without a pull.
+
+        An empty reason is success: the source has served its purpose, since everything is here.
+        """
         request.source = None
         self.outbox.transfers.append(
             TransferEnded(
@@ -316,17 +351,24 @@ class EngineState:
             case State.WAITING | State.PREEMPTED:
                 self.waiting.remove(sequence)
             case State.WAITING_FOR_GRAMMAR:
-                del self.compiling[sequence.request.request_id]
+                if self.compiling.pop(sequence.request.request_id, None) is not sequence:
+                    raise BrokenSequence(sequence, f"{sequence} waits for no grammar")
             case State.WAITING_FOR_REMOTE_KVS:
-                load = self.ledger.load_of(sequence)
+                load = self.ledger.find_load(sequence)
+                if load is None:
+                    raise BrokenSequence(sequence, f"{sequence} waits for no pull")
                 load.owner, load.quarantined = None, self.kv.detach(sequence)
                 self.outbox.cancels.append(load.source.transfer_id)
         self.kv.release(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         index = bisect.bisect_left(self.running, sequence.order, key=_order)
-        assert self.running[index] is sequence
+        if index == len(self.running) or self.running[index] is not sequence:
+            raise BrokenSequence(sequence, f"{sequence} does not run")
         del self.running[index]
+        self._free_row(sequence)
+
+    def _free_row(self, sequence: Sequence) -> None:
         self._rows.append(sequence.row)
         self.freed_rows.append(sequence.row)
         sequence.row = NO_ROW

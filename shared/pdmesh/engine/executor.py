@@ -1,7 +1,7 @@
 """Runs plans one after the other on a thread of its own, so that the core plans, receives and sends meanwhile.
 
-At most two plans are here: one that computes, and behind it (or before it, sampling) another. When a plan has computed its
-logits, the next may be submitted, before its tokens are known: that is asynchronous scheduling.
+At most two plans are here: one that samples, and one that computes as soon as that has ended. The second is submitted when the
+first has computed its logits, before its tokens are known: that is asynchronous scheduling.
 """
 
 import os
@@ -52,10 +52,11 @@ class Executor:
     @property
     def can_take(self) -> bool:
         """Whether a plan submitted now would be computed next."""
-        num_under_way = self._num_submitted - self.num_ended
-        return num_under_way == 0 or (
-            self._is_async and num_under_way == 1 and self._num_submitted == self._num_computed
-        )
+        if self.is_idle:
+            return True
+        is_next = self._is_async and self._num_submitted == self._num_computed == self.num_ended + 1
+        # A step that ended may have failed, and must be judged before anything is planned on it.
+        return is_next and self._done.empty()
 
     def fileno(self) -> int:
         """Readable when `can_take` or `take_results` may have changed."""
@@ -93,8 +94,11 @@ class Executor:
                 )
             except Exception as exc:  # a step that failed is the core's to judge
                 outcome = exc
-            self._num_computed = num_before + 1
+            except BaseException as exc:  # whatever a step raises, this thread must not end with it
+                outcome = RuntimeError(f"{type(exc).__name__}: {exc}")
+            # In this order: who sees the count sees the outcome too.
             self._done.put(outcome)
+            self._num_computed = num_before + 1
             os.eventfd_write(self._wake_fd, 1)
 
     def _note_computed(self) -> None:

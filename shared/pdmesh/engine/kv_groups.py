@@ -23,14 +23,16 @@ class KVGroup:
         return max(position - self.window + 1, 0) // self.block_size if self.window else 0
 
     def max_blocks(self, num_tokens: int, max_chunk_tokens: int) -> int:
-        """Return the most blocks that a sequence of `num_tokens` holds at once when it is computed in such chunks.
+        """Return the most blocks that a sequence of `num_tokens` holds at once when it is computed in chunks of up to that size.
 
-        A window's blocks go back when the step that read them has ended; by then the next chunk has its blocks too.
+        A window's blocks go back when a block has become full after the step that read them has ended; by then the next
+        chunk has its blocks too.
         """
         total = -(-num_tokens // self.block_size)
         if not self.window:
             return total
-        return min(total, -(-(self.window - 1 + 2 * max_chunk_tokens) // self.block_size) + 1)
+        num_kept = self.window - 1 + self.block_size - 1 + 2 * max_chunk_tokens
+        return min(total, -(-num_kept // self.block_size) + 1)
 
     def longest_hit(self, is_cached: Callable[[int], bool], limit: int) -> int:
         """Return the most leading blocks, up to `limit`, behind which a sequence can go on: all that its next query reads

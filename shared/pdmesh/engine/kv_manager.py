@@ -77,6 +77,7 @@ class KVManager:
             return Hit([[] for _ in self.groups], 0)
         count = (sequence.num_tokens - 1) // self.block_size
         keys = self._keys(sequence, count)
+        # What one group lacks may shorten the hit to where another lacks something: until no group does. It only shrinks.
         while True:
             before = count
             for index, group in enumerate(self.groups):
@@ -89,19 +90,23 @@ class KVManager:
         blocks = [self._found(index, keys, count) for index in range(len(self.groups))]
         return Hit(blocks, count * self.block_size)
 
-    def note_computed(self, sequence: Sequence) -> None:
-        """Make the blocks that are full and computed by now findable, and take back those that no later query reads.
-
-        Steps under way compute what is behind the computed tokens, so that they do not read them either.
-        """
+    def register(self, sequence: Sequence) -> None:
+        """Make the blocks that are full and computed by now findable."""
         num_full, done = sequence.num_computed // self.block_size, sequence.num_registered
         if num_full <= done:
             return
         sequence.num_registered = num_full
-        if self.enable_prefix_caching and sequence.may_register:
-            self._register(sequence, done, num_full)
-        if self._has_windows:
-            self._drop_unneeded(sequence)
+        if not self.enable_prefix_caching or not sequence.may_register:
+            return
+        keys = self._keys(sequence, num_full)
+        for index, blocks in enumerate(sequence.blocks):
+            stored = [
+                place
+                for place in range(done, num_full)
+                if blocks[place] != NO_BLOCK and self._pool.register(index, blocks[place], keys[place])
+            ]
+            if self._events is not None and stored:
+                self._tell_stored(self._events, sequence, index, stored)
 
     def forget(self, sequence: Sequence) -> None:
         """Take the names off a sequence's blocks: what they hold is not to be trusted."""
@@ -154,11 +159,25 @@ class KVManager:
 
     def has_room_for_all(self, sequence: Sequence, hit: Hit | None, reserve: int) -> bool:
         """Whether all tokens that a waiting sequence has would find room now, as far as they are needed at once."""
-        held = sequence.blocks if hit is None else hit.blocks
-        num_held = sum(block_id != NO_BLOCK for table in held for block_id in table)
-        most = blocks_at_once(self.groups, sequence.num_tokens, self._max_chunk_tokens)
-        taken = max(most - num_held, 0) + (0 if hit is None else self._num_from_free(hit))
+        tables = sequence.blocks if hit is None else hit.blocks
+        num_missing = -(-sequence.num_tokens // self.block_size) - len(tables[0])
+        taken = 0 if hit is None else self._num_from_free(hit)
+        for group, table in zip(self.groups, tables, strict=True):
+            num_held = sum(block_id != NO_BLOCK for block_id in table) if group.window else len(table)
+            most = group.max_blocks(sequence.num_tokens, self._max_chunk_tokens)
+            taken += max(min(num_missing, most - num_held), 0)
         return taken == 0 or taken + reserve <= self._pool.num_free
+
+    def drop_unneeded(self, sequence: Sequence) -> None:
+        """Take back the blocks that no query behind the computed tokens reads. Steps under way compute what is behind them."""
+        if not self._has_windows:
+            return
+        for group, table in zip(self.groups, sequence.blocks, strict=True):
+            start = end = min(group.first_needed(sequence.num_computed), len(table))
+            while start > 0 and table[start - 1] != NO_BLOCK:
+                start -= 1
+            self._pool.release(table[start:end])
+            table[start:end] = [NO_BLOCK] * (end - start)
 
     def share(self, donor: Sequence, taker: Sequence, *, reserve: int = 0) -> int:
         """Give a further choice what `donor` has computed of their prompt; return the tokens it need not compute.
@@ -179,6 +198,7 @@ class KVManager:
             shared = [NO_BLOCK] * min(first, num_full) + table[first:num_full]
             self._pool.acquire(shared)
             taker.blocks[index] = [*shared, self._pool.copy(table[num_full])] if rest else shared
+        taker.may_register = donor.may_register
         taker.keys = donor.keys[:num_full]
         taker.num_registered = num_full
         taker.capacity = end * self.block_size
@@ -228,6 +248,11 @@ class KVManager:
             )
         return described
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether a step must be planned for copies' sake: until then these hold their sources."""
+        return self._pool.has_copies
+
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the block copies (source, target) that the step planned now must begin with."""
         return self._pool.take_copies()
@@ -262,25 +287,6 @@ class KVManager:
 
     def _num_from_free(self, hit: Hit) -> int:
         return sum(block_id != NO_BLOCK and self._pool.is_free(block_id) for table in hit.blocks for block_id in table)
-
-    def _register(self, sequence: Sequence, first: int, end: int) -> None:
-        keys = self._keys(sequence, end)
-        for index, blocks in enumerate(sequence.blocks):
-            stored = [
-                place
-                for place in range(first, end)
-                if blocks[place] != NO_BLOCK and self._pool.register(index, blocks[place], keys[place])
-            ]
-            if self._events is not None and stored:
-                self._tell_stored(self._events, sequence, index, stored)
-
-    def _drop_unneeded(self, sequence: Sequence) -> None:
-        for group, table in zip(self.groups, sequence.blocks, strict=True):
-            start = end = min(group.first_needed(sequence.num_computed), len(table))
-            while start > 0 and table[start - 1] != NO_BLOCK:
-                start -= 1
-            self._pool.release(table[start:end])
-            table[start:end] = [NO_BLOCK] * (end - start)
 
     def _tell_stored(self, events: KVEventLog, sequence: Sequence, index: int, places: list[int]) -> None:
         size, keys = self.block_size, sequence.keys

@@ -66,10 +66,14 @@ class Progress:
     def _count(self, sequence: Sequence, count: int) -> None:
         sequence.num_computed += count
         kv, request = self._state.kv, sequence.request
-        if sequence.num_computed >= (sequence.num_registered + 1) * kv.block_size:
-            kv.note_computed(sequence)
+        has_new_block = sequence.num_computed >= (sequence.num_registered + 1) * kv.block_size
+        if has_new_block:
+            kv.register(sequence)
         if request.held or not request.is_prompt_computed:
             self.note_prompt(sequence)
+        if has_new_block:
+            # Behind the offer, which keeps what the prompt's last token reads.
+            kv.drop_unneeded(sequence)
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         sequence.tokens.append(token_id)

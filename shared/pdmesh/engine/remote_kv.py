@@ -60,6 +60,7 @@ class RemoteKV:
             return Begun.NO_ROOM
         targets = [block for table, first in zip(sequence.blocks, firsts, strict=True) for block in table[first:]]
         self._leave_queue(sequence, source, num_usable=start)
+        state.note_hits(sequence, hit.num_tokens)
         state.counters.external_queries += source.num_tokens - hit.num_tokens
         state.outbox.pulls.append(
             Pull(
@@ -99,7 +100,7 @@ class RemoteKV:
         sequence.kv_bytes = result.num_bytes
         sequence.kv_source = "tier" if load.from_tier else connector
         sequence.apply(Event.PULL_SUCCEEDED)
-        state.kv.note_computed(sequence)
+        state.kv.register(sequence)
         state.waiting.push(sequence)
         return sequence
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from pdmesh.engine.block_hash import ExtraKeys
 from pdmesh.engine.messages import AddRequest
-from pdmesh.engine.states import FINISH_REASON, Event, State, after
+from pdmesh.engine.states import FINISH_REASON, Event, IllegalEvent, State, after
 from pdmesh.engine.token_buffer import TokenBuffer
 from pdmesh.protocol.messages import KVSource, SamplingParams, TokenLogprobs
 
@@ -49,6 +49,8 @@ class Request:
         self.recompute_last = add.recompute_last
         self.store_to_tier = add.store_to_tier
         self.is_prompt_computed = False
+        self.is_lookup_counted = False
+        """Whether the statistics know what it found in the prefix cache."""
         self._emitted = request.emitted
         self._num_groups = num_groups
         self.held = {choice: place for place, choice in enumerate(request.choices)}
@@ -83,6 +85,14 @@ class Request:
     def queued_s(self) -> float:
         """Seconds it waited, for blocks, budget or KV of others; 0 while it has not started."""
         return 0.0 if self.started_s is None else self.started_s - self.arrived_s
+
+
+class BrokenSequence(Exception):
+    """A sequence met an event that cannot happen to it: a bug of the engine, which ends its request."""
+
+    def __init__(self, sequence: Sequence, message: str) -> None:
+        super().__init__(message)
+        self.sequence = sequence
 
 
 class Sequence:
@@ -191,8 +201,11 @@ class Sequence:
         return self.request.wants_prompt_logprobs and self.choice == 0
 
     def apply(self, event: Event) -> None:
-        """Move to the state that follows `event`."""
-        self.state = after(self.state, event)
+        """Move to the state that follows `event`. Raises BrokenSequence, with the sequence, when there is none."""
+        try:
+            self.state = after(self.state, event)
+        except IllegalEvent as exc:
+            raise BrokenSequence(self, str(exc)) from exc
 
     def __repr__(self) -> str:
         return f"<{self.request.request_id}/{self.choice} {self.state.name} {self.num_computed}/{self.num_tokens}>"

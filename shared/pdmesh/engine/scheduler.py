@@ -18,15 +18,16 @@ from pdmesh.engine.messages import AddRequest
 from pdmesh.engine.plan import BlockUpdate, NewRow, StepPlan, StepResult
 from pdmesh.engine.progress import Progress, end_of
 from pdmesh.engine.remote_kv import Begun, RemoteKV
-from pdmesh.engine.request import Request, Sequence
-from pdmesh.engine.states import Event, IllegalEvent
-from pdmesh.errors import InternalError, MeshError, Overloaded
+from pdmesh.engine.request import BrokenSequence, Request, Sequence
+from pdmesh.engine.states import Event, State
+from pdmesh.errors import InternalError, MeshError
 from pdmesh.protocol.messages import SamplingParams
 
 log = logging.getLogger(__name__)
 
-# Logits of a whole vocabulary per position: 256 of them are 50 to 150 MB in float32.
-MAX_PROMPT_LOGPROBS_CHUNK_TOKENS = 256
+# Prompt tokens of one step whose log-probabilities are wanted: each takes logits of a whole vocabulary, 256 of them 50 to
+# 150 MB in float32.
+MAX_PROMPT_LOGPROBS_TOKENS = 256
 
 
 @dataclass(slots=True)
@@ -36,9 +37,27 @@ class Schedule:
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)
 
+    def add(self, sequence: Sequence, start: int, count: int) -> None:
+        """Let a running sequence compute `count` tokens from `start` on, and sample when these reach its last."""
+        plan = self.plan
+        sequence.num_planned = start + count
+        sequence.num_in_flight += 1
+        is_sampled = sequence.num_planned == sequence.num_wanted and sequence.request.sampling.max_tokens > 0
+        sequence.num_wanted += is_sampled
+        self.sequences.append(sequence)
+        plan.rows.append(sequence.row)
+        plan.starts.append(start)
+        plan.counts.append(count)
+        plan.samples.append(is_sampled)
+
     @property
     def num_tokens(self) -> int:
         return sum(self.plan.counts)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do for the worker."""
+        return not self.sequences and not self.plan.copies
 
     def drop_ended(self) -> None:
         """Take out the rows of sequences that have ended since they were planned."""
@@ -66,7 +85,7 @@ class Scheduler:
         self._remote = RemoteKV(self.state)
         self._progress = Progress(self.state, self._remote)
         self._num_requests = 0
-        self._num_in_flight = 0
+        self._num_logits_left = MAX_PROMPT_LOGPROBS_TOKENS
         self._blocked: Sequence | None = None
         self._blocked_num_free = 0
 
@@ -85,7 +104,7 @@ class Scheduler:
         for choice, tokens in zip(add.request.choices, add.request.emitted, strict=False):
             if self._progress.is_at_end(request, len(tokens)):
                 # Resumed after its last token: there is nothing left but to say so.
-                self._finish(request, choice, Event.LENGTH_REACHED)
+                self._finish(request, choice, Event.IGNORED)
 
     def abort(self, request_id: str, choice: int = -1) -> None:
         """End one choice (-1: all) with finish reason "abort"; unknown ones have ended already."""
@@ -132,39 +151,39 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Plan the next step and give its rows their blocks. Without rows there is nothing to do until news arrives."""
         schedule, num_bugs = Schedule(), self.state.counters.illegal_events
+        self._num_logits_left = MAX_PROMPT_LOGPROBS_TOKENS
         budget, has_preempted = self._schedule_running(schedule)
         # Who was preempted must not come back at once, unless nothing else is left to do.
         if self.state.waiting and not (has_preempted and schedule.sequences):
             self._schedule_waiting(schedule, budget)
         if self.state.counters.illegal_events > num_bugs:
             schedule.drop_ended()
-        if schedule.sequences:
+        if schedule.sequences or self.state.kv.has_copies:
+            # Copies hold their sources until they are made: without rows they are a step too.
             plan, state = schedule.plan, self.state
             plan.freed, state.freed_rows = state.freed_rows, []
             plan.copies = state.kv.take_copies()
-            self._num_in_flight += 1
         return schedule
 
     def update(self, schedule: Schedule, result: StepResult) -> None:
         """Take in what a step produced. Steps are updated in the order in which they were planned."""
-        self._num_in_flight -= 1
         plan, advance = schedule.plan, self._progress.advance
         for index, sequence in enumerate(schedule.sequences):
             sequence.num_in_flight -= 1
             try:
                 advance(sequence, index, plan, result)
-            except IllegalEvent as exc:
-                self._fail_illegal(sequence, exc)
+            except BrokenSequence as exc:
+                self.expel(exc)
 
     def fail(self, schedule: Schedule, message: str) -> None:
         """End all requests of a step that could not be run."""
-        self._num_in_flight -= 1
         for sequence in schedule.sequences:
             sequence.num_in_flight -= 1
         if schedule.plan.copies:
             # Blocks were to be copied for sequences that still wait: whether they were, nobody knows.
             for sequence in self.state.waiting.holders():
-                self.state.preempt(sequence)
+                if not sequence.is_finished:
+                    self.state.preempt(sequence)
         for request in {each.request.number: each.request for each in schedule.sequences}.values():
             self.fail_request(request.request_id, message)
 
@@ -182,16 +201,25 @@ class Scheduler:
             return
         for sequence in request.sequences.values():
             self.state.kv.forget(sequence)
-        for choice in _choices_of(request):
-            self._finish(request, choice, Event.FAILED, error=InternalError(message))
+        try:
+            for choice in _choices_of(request):
+                self._finish(request, choice, Event.FAILED, error=InternalError(message))
+        except BrokenSequence as exc:
+            self.expel(exc)
+
+    def expel(self, broken: BrokenSequence) -> None:
+        """End the request of a sequence that met a bug of ours; the others go on."""
+        request = broken.sequence.request
+        log.error("request %s met a bug of the engine", request.request_id, exc_info=broken)
+        self.state.counters.illegal_events += 1
+        self.state.expel(request, InternalError(f"the engine met a bug: {broken}"))
 
     def _schedule_running(self, schedule: Schedule) -> tuple[int, bool]:
         """Give running sequences their tokens, in order; return the budget left and whether any was preempted."""
         state, budget, num_before = self.state, self._limits.max_num_batched_tokens, self.state.counters.num_preemptions
-        plan, sequences = schedule.plan, schedule.sequences
         cap = self._chunk_cap()
         # Preemption only takes from behind: what is scheduled already stays.
-        for sequence in state.running:
+        for place, sequence in enumerate(state.running):
             if budget <= 0:
                 break
             start = sequence.num_planned
@@ -199,43 +227,38 @@ class Scheduler:
                 # One more token of a sequence that has room for it: nearly all rows of nearly all steps.
                 count = 1
             else:
-                count = self._share(sequence, sequence.num_wanted - start, min(budget, cap))
+                # A long prompt leaves a token for each of those behind it, so that none of them stands still.
+                num_behind = len(state.running) - place - 1
+                count = self._share(sequence, sequence.num_wanted - start, min(max(budget - num_behind, 1), cap))
                 if count == 0 or not self._make_room(schedule, sequence, start + count):
                     continue
-            sequence.num_planned = start + count
-            sequence.num_in_flight += 1
-            is_sampled = sequence.num_planned == sequence.num_wanted and sequence.request.sampling.max_tokens > 0
-            sequence.num_wanted += is_sampled
-            sequences.append(sequence)
-            plan.rows.append(sequence.row)
-            plan.starts.append(start)
-            plan.counts.append(count)
-            plan.samples.append(is_sampled)
+            schedule.add(sequence, start, count)
             budget -= count
         return budget, state.counters.num_preemptions > num_before
 
     def _schedule_waiting(self, schedule: Schedule, budget: int) -> None:
         state, cap = self.state, self._chunk_cap()
-        while state.waiting and len(state.running) < self._max_active:
+        # No more fetch KV than could run: what is fetched holds blocks, and who runs must not lose its own to it.
+        num_fetching = state.ledger.num_owners + state.waiting.num_holding
+        while state.waiting:
             sequence = state.waiting.first()
-            if sequence.num_in_flight or self._is_still_blocked(sequence):
+            num_active = len(state.running) + (num_fetching if sequence.request.source is not None else 0)
+            if num_active >= self._max_active or sequence.num_in_flight or self._is_still_blocked(sequence):
                 return
             if budget == 0 and sequence.request.source is None:
                 return
             try:
-                count, has_left = self._admit(schedule, sequence, min(budget, cap))
-            except IllegalEvent as exc:
-                self._fail_illegal(sequence, exc)
-                if state.waiting and state.waiting.first() is sequence:
-                    # Whatever it is, it must not stand in the way of all behind it.
-                    state.waiting.remove(sequence)
+                count, may_go_on = self._admit(schedule, sequence, min(budget, cap))
+                num_fetching += sequence.state is State.WAITING_FOR_REMOTE_KVS
+            except BrokenSequence as exc:
+                self.expel(exc)
                 continue
             budget -= count
-            if not has_left:
+            if not may_go_on:
                 return
 
     def _admit(self, schedule: Schedule, sequence: Sequence, budget: int) -> tuple[int, bool]:
-        """Try to start the first waiting sequence; return the tokens it got, and whether it has left the queue."""
+        """Try to start the first waiting sequence; return the tokens it got, and whether to go on with who is first then."""
         state, is_alone = self.state, not self.state.running
         reserve = 0 if is_alone else self._limits.watermark_blocks
         hit = None
@@ -259,34 +282,24 @@ class Scheduler:
         state.run(sequence)
         if hit is not None:
             state.note_hits(sequence, start)
-        self._append_new(schedule, sequence, start, count)
+        request = sequence.request
+        sequence.end = sequence.num_tokens + 1 if request.prefill_only else end_of(request, self._limits.max_model_len)
+        schedule.plan.new.append(self._new_row(sequence))
+        schedule.add(sequence, start, count)
         self._progress.note_start(sequence)
         return count, True
 
-    def _append_new(self, schedule: Schedule, sequence: Sequence, start: int, count: int) -> None:
-        plan, request = schedule.plan, sequence.request
-        max_model_len = self._limits.max_model_len
-        sequence.end = sequence.num_tokens + 1 if request.prefill_only else end_of(request, max_model_len)
-        plan.new.append(
-            NewRow(
-                row=sequence.row,
-                choice=sequence.choice,
-                token_ids=sequence.tokens.view(0, sequence.num_tokens).astype("<u4").tobytes(),
-                num_prompt=request.num_prompt,
-                sampling=request.sampling,
-                wants_prompt_logprobs=sequence.wants_prompt_logprobs,
-                blocks=[list(table) for table in sequence.blocks],
-            )
+    def _new_row(self, sequence: Sequence) -> NewRow:
+        request = sequence.request
+        return NewRow(
+            row=sequence.row,
+            choice=sequence.choice,
+            token_ids=sequence.tokens.view(0, sequence.num_tokens).astype("<u4").tobytes(),
+            num_prompt=request.num_prompt,
+            sampling=request.sampling,
+            wants_prompt_logprobs=sequence.wants_prompt_logprobs,
+            blocks=[list(table) for table in sequence.blocks],
         )
-        sequence.num_planned = start + count
-        sequence.num_in_flight += 1
-        is_sampled = sequence.num_planned == sequence.num_wanted and request.sampling.max_tokens > 0
-        sequence.num_wanted += is_sampled
-        schedule.sequences.append(sequence)
-        plan.rows.append(sequence.row)
-        plan.starts.append(start)
-        plan.counts.append(count)
-        plan.samples.append(is_sampled)
 
     def _chunk_cap(self) -> int:
         """Return the most tokens that one sequence may get in this step; a single request is not held back for nobody."""
@@ -301,16 +314,18 @@ class Scheduler:
         """Return how many tokens a sequence gets; none when a step under way is going to end it."""
         if sequence.num_wanted > sequence.num_tokens and sequence.num_wanted >= sequence.end:
             return 0
-        if sequence.wants_prompt_logprobs:
-            most = min(most, MAX_PROMPT_LOGPROBS_CHUNK_TOKENS)
-        return min(num_to_compute, most)
+        if not sequence.wants_prompt_logprobs or sequence.num_planned >= sequence.request.num_prompt:
+            return min(num_to_compute, most)
+        count = min(num_to_compute, most, self._num_logits_left)
+        self._num_logits_left -= count
+        return count
 
     def _has_too_many_partial(self, sequence: Sequence, num_planned: int) -> bool:
         """Whether starting a sequence leaves more prompts half computed than may be."""
         most = self._limits.max_num_partial_prefills
         if not most or num_planned >= sequence.num_tokens:
             return False
-        return sum(each.num_wanted - each.num_planned > 1 for each in self.state.running) >= most
+        return sum(each.num_planned < each.num_tokens for each in self.state.running) >= most
 
     def _make_room(self, schedule: Schedule, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate for a running sequence, taking blocks from who comes last; False when it is not running any more."""
@@ -319,15 +334,9 @@ class Scheduler:
             victim = state.last_holder()
             assert victim is not None
             try:
-                if victim is sequence and not state.kv.fits_alone(num_tokens):
-                    error = Overloaded(
-                        f"{num_tokens} tokens need more KV blocks than the {state.kv.num_blocks} there are"
-                    )
-                    state.finish(sequence, Event.IGNORED, error=error)
-                else:
-                    state.preempt(victim)
-            except IllegalEvent as exc:
-                self._fail_illegal(victim, exc)
+                state.preempt(victim)
+            except BrokenSequence as exc:
+                self.expel(exc)
             if victim is sequence:
                 return False
         for group, table in enumerate(sequence.blocks):
@@ -346,20 +355,18 @@ class Scheduler:
         return False
 
     def _is_still_blocked(self, sequence: Sequence) -> bool:
-        """Whether trying again would repeat a failed attempt: looking up a long prompt at every step is not free."""
+        """Whether trying again would repeat a failed attempt: looking up a long prompt at every step is not free.
+
+        That its hit may have grown meanwhile does not count: it waits until a block comes free, which any end brings about.
+        """
         return (
             self._blocked is sequence and bool(self.state.running) and self.state.kv.num_free <= self._blocked_num_free
         )
 
     def _finish(self, request: Request, choice: int, event: Event, *, error: MeshError | None = None) -> None:
-        sequence = self.state.sequence_of(request, choice)
+        sequence = self.state.take_sequence(request, choice)
         if sequence is not None:
             self.state.finish(sequence, event, error=error)
-
-    def _fail_illegal(self, sequence: Sequence, exc: IllegalEvent) -> None:
-        log.error("request %s met a bug of the engine", sequence.request.request_id, exc_info=exc)
-        self.state.counters.illegal_events += 1
-        self.fail_request(sequence.request.request_id, f"the engine met a bug: {exc}")
 
 
 def _choices_of(request: Request) -> list[int]:

@@ -20,7 +20,7 @@ class State(Enum):
     FINISHED_ABORTED = "finished_aborted"
     FINISHED_ERROR = "finished_error"
     FINISHED_IGNORED = "finished_ignored"
-    """It can never fit."""
+    """Resumed behind its last token: there was nothing to compute."""
     FINISHED_REPETITION = "finished_repetition"
     FINISHED_HANDED_OFF = "finished_handed_off"
     """A prefill-only choice after its first token: it goes on elsewhere."""
@@ -69,14 +69,12 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.RUNNING, Event.PREEMPTED): State.PREEMPTED,
     # Fetched KV may be taken back before its sequence ever ran.
     (State.WAITING, Event.PREEMPTED): State.PREEMPTED,
-    # Resumed after its last token.
-    (State.HELD, Event.LENGTH_REACHED): State.FINISHED_LENGTH,
-    (State.WAITING, Event.LENGTH_REACHED): State.FINISHED_LENGTH,
+    (State.HELD, Event.IGNORED): State.FINISHED_IGNORED,
+    (State.WAITING, Event.IGNORED): State.FINISHED_IGNORED,
     **{(state, Event.STOPPED): State.FINISHED_STOPPED for state in _STEPPING},
     **{(state, Event.LENGTH_REACHED): State.FINISHED_LENGTH for state in _STEPPING},
     **{(state, Event.REPEATED): State.FINISHED_REPETITION for state in _STEPPING},
     **{(state, Event.HANDED_OFF): State.FINISHED_HANDED_OFF for state in _STEPPING},
-    (State.RUNNING, Event.IGNORED): State.FINISHED_IGNORED,
     **{(state, Event.ABORTED): State.FINISHED_ABORTED for state in _LIVE},
     **{(state, Event.FAILED): State.FINISHED_ERROR for state in _LIVE},
 }
@@ -86,7 +84,7 @@ FINISH_REASON: dict[State, str] = {
     State.FINISHED_LENGTH: "length",
     State.FINISHED_ABORTED: "abort",
     State.FINISHED_ERROR: "error",
-    State.FINISHED_IGNORED: "error",
+    State.FINISHED_IGNORED: "length",
     State.FINISHED_REPETITION: "repetition",
     State.FINISHED_HANDED_OFF: "",
 }

@@ -3,7 +3,7 @@
 import bisect
 from collections.abc import Iterator
 
-from pdmesh.engine.request import Order, Sequence
+from pdmesh.engine.request import BrokenSequence, Order, Sequence
 
 
 class WaitingQueue:
@@ -28,6 +28,11 @@ class WaitingQueue:
         yield from self._holding
         yield from self._others
 
+    @property
+    def num_holding(self) -> int:
+        """Those that hold blocks."""
+        return len(self._holding)
+
     def push(self, sequence: Sequence, *, is_new: bool = False) -> None:
         sequence.is_holding, sequence.is_new = sequence.holds_blocks, is_new
         bisect.insort(self._line_of(sequence), sequence, key=_order)
@@ -38,14 +43,24 @@ class WaitingQueue:
         return (self._holding or self._others)[0]
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is; it must be here."""
+        """Take a sequence out, wherever it is. Raises BrokenSequence when it is not here."""
         line = self._line_of(sequence)
         index = bisect.bisect_left(line, sequence.order, key=_order)
-        assert line[index] is sequence
+        if index == len(line) or line[index] is not sequence:
+            raise BrokenSequence(sequence, f"{sequence} does not wait")
         del line[index]
         self.num_new -= sequence.is_new
         sequence.is_new = False
         self.num_tokens -= sequence.num_to_compute
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take a sequence out if it is here, whatever is true of it."""
+        if any(each is sequence for each in self):
+            for line in (self._holding, self._others):
+                line[:] = [each for each in line if each is not sequence]
+            self.num_new -= sequence.is_new
+            self.num_tokens -= sequence.num_to_compute
+            sequence.is_new = False
 
     def last_holder(self) -> Sequence | None:
         """Return the last of those that hold blocks."""
