@@ -17,7 +17,7 @@ from pdmesh.engine.logits_processors import (
     load_processors,
     make_processors,
 )
-from pdmesh.errors import ConfigError, InternalError, InvalidRequest
+from pdmesh.errors import ConfigError, InternalError, InvalidRequest, MeshError
 from pdmesh.protocol.messages import SamplingParams
 from support.fake_backend import VOCAB_SIZE
 from support.runner_harness import RunnerHarness
@@ -101,10 +101,24 @@ def test_what_cannot_be_imported_is_named(module: types.ModuleType, name: str, t
     assert repr(name) in caught.value.message
 
 
-def test_one_that_fails_to_start_is_named() -> None:
+def test_a_module_that_exits_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaves_at_once.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"'leaves_at_once:X' cannot be imported: SystemExit: 3"):
+        load_processors(["leaves_at_once:X"])
+
+
+def test_one_that_fails_to_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(make_processors([Recorder], VOCAB_SIZE)) == 1
     with pytest.raises(ConfigError, match=r"Grumpy failed to start: RuntimeError: no licence"):
         make_processors([Recorder, Grumpy], VOCAB_SIZE)
+
+    def leave(self: Grumpy, vocab_size: int, device: torch.device) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(Grumpy, "__init__", leave)
+    with pytest.raises(ConfigError, match=r"Grumpy failed to start: SystemExit: 3"):
+        make_processors([Grumpy], VOCAB_SIZE)
 
 
 def test_requests_are_checked_by_all() -> None:
@@ -117,6 +131,34 @@ def test_requests_are_checked_by_all() -> None:
         check_processors(classes, SamplingParams(extra_args={"mood": "wrong"}))
     with pytest.raises(InternalError, match="Grumpy failed: KeyError"):
         check_processors(classes, SamplingParams(extra_args={"mood": "broken"}))
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "message", "param"),
+    [
+        (SystemExit(3), InternalError, "Grumpy failed: SystemExit: 3", None),
+        (KeyboardInterrupt(), InternalError, "Grumpy failed: KeyboardInterrupt", None),
+        (RecursionError(), InternalError, "Grumpy failed: RecursionError", None),
+        (InvalidRequest(7, param=8), InvalidRequest, "7", "8"),  # type: ignore[arg-type]
+        (InvalidRequest("\ud800 is\nbad", param="\ud800"), InvalidRequest, "? is bad", "?"),
+        (ValueError("x" * 9000), InvalidRequest, f"vllm_xargs: {'x' * 288}…", "vllm_xargs"),
+    ],
+)
+def test_whatever_is_raised_over_a_request_is_an_answer_that_can_be_sent(
+    raised: BaseException, kind: type[MeshError], message: str, param: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SystemExit ended the core; a message that cannot be encoded would have, too."""
+
+    def validate(sampling: SamplingParams) -> None:
+        raise raised
+
+    monkeypatch.setattr(Grumpy, "validate", validate)
+    with pytest.raises(kind) as caught:
+        check_processors([Grumpy], SamplingParams())
+    assert message in caught.value.message
+    assert caught.value.param == param
+    caught.value.message.encode()
+    assert len(caught.value.message) < 400
 
 
 def test_a_processor_sees_prompt_and_output_of_rows_that_ask_for_it(module: types.ModuleType) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from pdmesh.engine.logits_processors import LogitsProcessor, RowView
 from pdmesh.engine.plan import NO_TOKEN, StepPlan, StepResult
+from pdmesh.errors import InvalidRequest
 from pdmesh.protocol.messages import SamplingParams, ThinkingBudget
 from support.fake_backend import EOS, VOCAB_SIZE, expected_tokens, logits_after
 from support.runner_harness import RunnerHarness
@@ -16,16 +17,44 @@ from support.runner_harness import RunnerHarness
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
+APPLIED: dict[str, BaseException] = {
+    "fail": RuntimeError("processor on fire"),
+    "exit": SystemExit(1),
+    "interrupt": KeyboardInterrupt(),
+    "memory": MemoryError(),
+    "own": InvalidRequest("not today", param="mark"),
+    "odd": InvalidRequest(7),  # type: ignore[arg-type]
+    "surrogate": RuntimeError("\ud800"),
+}
+ASKED: dict[str, BaseException] = {
+    "asked-fail": TypeError("not a number"),
+    "asked-exit": SystemExit(1),
+    "asked-own": InvalidRequest("never", param="mark"),
+}
+
+
 class Marker(LogitsProcessor):
     """Adds to what the request's extra argument names; fails or excludes everything when told so."""
 
     def is_active(self, sampling: SamplingParams) -> bool:
+        if sampling.extra_args.get("mark") in ASKED:
+            raise ASKED[str(sampling.extra_args["mark"])]
         return "mark" in sampling.extra_args
 
-    def apply(self, logits_V: torch.Tensor, row: RowView) -> None:
+    def apply(self, logits_V: torch.Tensor, row: RowView) -> torch.Tensor | None:  # type: ignore[override]
         mark = row.extra_args["mark"]
-        if mark == "fail":
-            raise RuntimeError("processor on fire")
+        if mark in APPLIED:
+            raise APPLIED[str(mark)]
+        if mark == "inf":
+            logits_V[0] = torch.inf
+        if mark == "largest":
+            logits_V[9] = torch.finfo(torch.float32).max
+        if mark == "copy":
+            return logits_V * 2
+        if mark == "same":
+            return logits_V.mul_(2)
+        if mark == "elsewhere":
+            logits_V.data = logits_V.data.double()
         if mark == "none":
             logits_V.fill_(-torch.inf)
         if mark == "nan":
@@ -34,6 +63,7 @@ class Marker(LogitsProcessor):
             # Depends on prompt and output: whichever stands at the mirrored place.
             tokens = np.concatenate([row.prompt, row.output])
             logits_V[int(tokens[-1 - len(row.output) % len(tokens)])] += 100.0
+        return None
 
 
 @pytest.fixture
@@ -160,18 +190,85 @@ def test_a_row_that_has_ended_by_length_runs_in_vain() -> None:
     ("mark", "code", "message"),
     [
         ("fail", "InternalError", "processor on fire"),
-        ("none", "InvalidRequest", "leave no token"),
-        ("nan", "InvalidRequest", "overflow"),
+        ("exit", "InternalError", "Marker failed: SystemExit: 1"),
+        ("interrupt", "InternalError", "KeyboardInterrupt"),
+        ("memory", "InternalError", "MemoryError"),
+        ("own", "InvalidRequest", "not today"),
+        ("odd", "InvalidRequest", "7"),
+        ("surrogate", "InternalError", "?"),
+        ("copy", "InternalError", "returned Tensor; it must change the logits in place"),
+        ("elsewhere", "InternalError", "gave the logits other memory"),
+        ("none", "InternalError", "Marker leaves no token"),
+        ("nan", "InternalError", "Marker makes logits NaN"),
+        ("inf", "InternalError", "Marker makes logits infinite"),
+        ("asked-fail", "InternalError", "Marker failed: TypeError: not a number"),
+        ("asked-exit", "InternalError", "SystemExit"),
+        ("asked-own", "InvalidRequest", "never"),
     ],
 )
-def test_a_bad_processor_ends_its_row(harness: RunnerHarness, mark: str, code: str, message: str) -> None:
-    harness.add(0, [3, 4], extra_args={"mark": mark})
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bad_processor_ends_its_row(
+    harness: RunnerHarness, mark: str, code: str, message: str, temperature: float
+) -> None:
+    """What it wrote was blamed on the client; what `is_active` raised ended all rows of the step."""
+    harness.add(0, [3, 4], extra_args={"mark": mark}, temperature=temperature)
     harness.add(1, PROMPT)
     result = harness.step({0: 2, 1: 7})
     assert result.token_ids == [NO_TOKEN, expected_tokens(PROMPT, 1)[0]]
+    assert list(result.failures) == [0]
     assert result.failures[0].code == code
     assert message in result.failures[0].message
-    assert not result.failures[0].is_nan
+    assert result.failures[0].is_nan == (mark in ("nan", "inf"))
+    # It can be sent: what cannot would end the engine, or leave the client without an answer.
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult) == result
+    # It is told once; where the row was planned before, it runs in vain.
+    assert not harness.step({0: 1, 1: 1}).failures
+
+
+def test_a_processor_that_fails_to_say_whether_it_is_active_is_told_before_the_prompt_is_computed(
+    harness: RunnerHarness,
+) -> None:
+    harness.add(0, PROMPT, extra_args={"mark": "asked-fail"})
+    assert list(harness.step({0: 3}).failures) == [0]
+    harness.add(0, PROMPT, extra_args={"mark": "asked-fail"})
+    # The row goes to somebody else before it was in a step.
+    harness.plan.freed.append(0)
+    harness.step({})
+    harness.add(0, PROMPT)
+    assert harness.generate([0], 2)[0] == expected_tokens(PROMPT, 2)
+
+
+def test_a_processor_that_leaves_none_of_the_allowed_tokens_is_the_clients_affair(harness: RunnerHarness) -> None:
+    harness.add(0, PROMPT, extra_args={"mark": "none"}, allowed_token_ids=[9, 10])
+    failure = harness.step({0: 7}).failures[0]
+    assert (failure.code, failure.is_nan) == ("InvalidRequest", False)
+    assert "Marker leaves none of the allowed_token_ids" in failure.message
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 0.7, 1.0])
+def test_the_largest_logit_there_is_forces_its_token(harness: RunnerHarness, temperature: float) -> None:
+    harness.add(0, PROMPT, extra_args={"mark": "largest"}, temperature=temperature)
+    assert harness.generate([0], 2)[0] == [9, 9]
+
+
+def test_a_processor_may_return_the_logits_that_it_changed(harness: RunnerHarness) -> None:
+    harness.add(0, PROMPT, extra_args={"mark": "same"})
+    assert harness.generate([0], 3)[0] == expected_tokens(PROMPT, 3)
+
+
+def test_a_plan_without_rows_is_applied_and_computes_nothing(harness: RunnerHarness) -> None:
+    harness.add(0, [3, 4])
+    harness.add(1, [3, 4])
+    harness.step({0: 2, 1: 2})
+    source, target = harness.blocks[0][0][0], 200
+    harness.plan.copies, harness.plan.freed = [(source, target)], [1]
+    computed: list[bool] = []
+    result = harness.step({}, lambda: computed.append(True))
+    assert result == StepResult(token_ids=[])
+    assert computed == [True]
+    assert np.array_equal(harness.pool.blocks[source], harness.pool.blocks[target])
+    with pytest.raises(AssertionError, match="no sequence has"):
+        harness.runner._rows.new_of(1)
 
 
 def test_parameters_that_leave_no_token_end_their_row(harness: RunnerHarness) -> None:

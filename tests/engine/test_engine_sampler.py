@@ -211,18 +211,20 @@ def test_bias_comes_before_penalties() -> None:
     assert sample(logits, case([8], logit_bias={8: 10.0}, repetition_penalty=2.0)) == [9]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1e-300},
-        {"repetition_penalty": 1e-38, "temperature": 0.01},
-        {"repetition_penalty": 1e-38, "temperature": 0.01, "top_p": 0.5},
-    ],
-)
-def test_parameters_that_make_logits_infinite_end_their_row(options: dict[str, float]) -> None:
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 2}])
+@pytest.mark.parametrize("logit", [3.0, -3.0])
+def test_logits_too_large_to_be_divided_are_still_told_apart(options: dict[str, float], logit: float) -> None:
+    """A logit of 3e38 at a temperature of 0.01 was an error of the client's."""
+    logits = np.full((1, V), -np.inf, dtype=np.float32)
+    logits[0, 7], logits[0, 8] = logit, logit - 0.1
+    extreme = {"repetition_penalty": 1e-38 if logit > 0 else 1e38, "temperature": 0.01}
+    assert sample(logits, case([7, 8], **(extreme | options))) == [7]
+
+
+def test_parameters_that_make_logits_infinite_end_their_row() -> None:
     logits = logits_for(5, 6)
     logits[0, 7] = 3.0
-    samples = Batch(case([7], **({"temperature": 1.0} | options)), case([7])).sample(logits)
+    samples = Batch(case([7], temperature=1.0, repetition_penalty=1e-300), case([7])).sample(logits)
     assert {index: failure.code for index, failure in samples.failures.items()} == {0: "InvalidRequest"}
     assert "overflow" in samples.failures[0].message
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from pdmesh.engine.philox import CHUNK, MASK32, gumbel_noise, gumbel_noise_of_one, words_of_all
 from pdmesh.engine.truncation import Floats, TokenIds, round_down, truncate
-from pdmesh.errors import InvalidRequest
 from pdmesh.protocol.messages import SamplingParams
 
 # No noise is above 33 log 2 = 22.874.
@@ -48,15 +47,10 @@ class Candidates:
 # Distances between extreme logits may be infinite, which is as far as it gets.
 @np.errstate(over="ignore")
 def find_candidates(logits_V: Floats, best: int, sampling: SamplingParams, stream: Stream) -> Candidates:
-    """Divide by the temperature, truncate, and leave out what cannot win. `best` has the largest logit, which is finite.
-
-    Raises InvalidRequest when it is not any more once it is divided.
-    """
+    """Divide by the temperature, truncate, and leave out what cannot win. `best` has the largest logit, which is finite."""
     if sampling.temperature != 1.0:
-        logits_V = logits_V / np.float32(sampling.temperature)
+        logits_V = _divided(logits_V, best, np.float32(sampling.temperature))
     largest = float(logits_V[best])
-    if not -math.inf < largest < math.inf:
-        raise InvalidRequest("the sampling parameters make the logits overflow")
     if 0 < sampling.top_k < len(logits_V) or sampling.top_p < 1.0 or sampling.min_p > 0.0:
         ids = truncate(logits_V, largest, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
         if _is_race_cheaper(len(ids), len(logits_V)):
@@ -69,6 +63,15 @@ def find_candidates(logits_V: Floats, best: int, sampling: SamplingParams, strea
         is_near = _run_race(logits_V, largest, stream)
     ids = np.flatnonzero(is_near)
     return Candidates(ids, logits_V[ids], stream)
+
+
+def _divided(logits_V: Floats, best: int, temperature: np.float32) -> Floats:
+    divided_V: Floats = logits_V / temperature
+    if np.isfinite(divided_V[best]):
+        return divided_V
+    # Only distances from the largest count, and those have room.
+    shifted_V: Floats = (logits_V - logits_V[best]) / temperature
+    return shifted_V
 
 
 def draw(rows: list[Candidates]) -> list[int]:

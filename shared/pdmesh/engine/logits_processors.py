@@ -10,10 +10,11 @@ from __future__ import annotations
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "pdmesh.logits_processors"
+# What is told to clients of an exception; all of it is logged.
+MAX_TOLD_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class LogitsProcessor(ABC):
         """Change one choice's logits, float32 [vocab_size], in place; -inf excludes a token.
 
         Called once per generated token. What it raises ends this choice, and no other: InvalidRequest with status 400,
-        anything else as an InternalError.
+        anything else as an InternalError, as are logits that are NaN or infinite when it returns.
         """
 
 
@@ -96,23 +99,58 @@ def make_processors(classes: Sequence[type[LogitsProcessor]], vocab_size: int) -
     for cls in classes:
         try:
             made.append(cls(vocab_size, torch.device("cpu")))
-        except Exception as exc:  # it is somebody else's code
-            raise ConfigError(f"logits-processors: {cls.__qualname__} failed to start: {_told(exc)}") from exc
+        except BaseException as exc:  # it is somebody else's code, which may call sys.exit
+            raise ConfigError(f"logits-processors: {name_of(cls)} failed to start: {_told(exc)}") from exc
     return made
 
 
 def check_processors(classes: Sequence[type[LogitsProcessor]], sampling: SamplingParams) -> None:
     """Ask every processor about a request. Raises InvalidRequest, or InternalError when one fails otherwise."""
     for cls in classes:
-        try:
-            cls.validate(sampling)
-        except MeshError:
-            raise
-        except ValueError as exc:
-            raise InvalidRequest(f"vllm_xargs: {exc}", param="vllm_xargs") from exc
-        except Exception as exc:  # it is somebody else's code
-            log.exception("logits processor %s failed to validate a request", cls.__qualname__)
-            raise InternalError(f"logits processor {cls.__qualname__} failed: {_told(exc)}") from exc
+        with _guarded(cls):
+            try:
+                cls.validate(sampling)
+            except ValueError as exc:
+                raise InvalidRequest(f"vllm_xargs: {exc}", param="vllm_xargs") from exc
+
+
+def active_processors(processors: Sequence[LogitsProcessor], sampling: SamplingParams) -> list[LogitsProcessor]:
+    """Return those that a request asks for. Raises MeshError when one fails."""
+    active = []
+    for processor in processors:
+        with _guarded(type(processor)):
+            if processor.is_active(sampling):
+                active.append(processor)
+    return active
+
+
+def apply_processor(processor: LogitsProcessor, logits_V: torch.Tensor, row: RowView) -> None:
+    """Have one choice's logits changed in place. Raises MeshError when that fails, or makes logits that are elsewhere."""
+    address = logits_V.data_ptr()
+    with _guarded(type(processor)):
+        result = cast(Callable[..., object], processor.apply)(logits_V, row)
+        if result is not None and result is not logits_V:
+            raise TypeError(f"apply returned {type(result).__name__}; it must change the logits in place")
+        if logits_V.data_ptr() != address:
+            raise TypeError("apply gave the logits other memory; it must change them in place")
+
+
+def name_of(cls: type[LogitsProcessor]) -> str:
+    """What messages call a processor."""
+    return cls.__qualname__
+
+
+@contextmanager
+def _guarded(cls: type[LogitsProcessor]) -> Iterator[None]:
+    """Have whatever somebody else's code raises end one request and no more: it leaves as a MeshError that can be sent."""
+    try:
+        yield
+    except MeshError as exc:
+        exc.message, exc.param = _plain(exc.message), None if exc.param is None else _plain(exc.param)
+        raise
+    except BaseException as exc:  # a library it calls may call sys.exit
+        log.error("logits processor %s failed", name_of(cls), exc_info=exc)
+        raise InternalError(f"logits processor {name_of(cls)} failed: {_told(exc)}") from exc
 
 
 def _imported(name: str) -> object:
@@ -123,7 +161,7 @@ def _imported(name: str) -> object:
         value: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             value = getattr(value, part)
-    except Exception as exc:  # importing runs somebody else's code
+    except BaseException as exc:  # importing runs somebody else's code, which may call sys.exit
         raise ConfigError(f"logits-processors: {name!r} cannot be imported: {_told(exc)}") from exc
     return value
 
@@ -134,5 +172,11 @@ def _checked(name: str, value: object) -> type[LogitsProcessor]:
     return value
 
 
-def _told(exc: Exception) -> str:
-    return f"{type(exc).__name__}: {exc}"
+def _told(exc: BaseException) -> str:
+    return _plain(f"{type(exc).__name__}: {exc}")
+
+
+def _plain(text: object) -> str:
+    """One line that is short and can be encoded."""
+    line = " ".join(str(text).split()).encode(errors="replace").decode()
+    return line if len(line) <= MAX_TOLD_CHARS else f"{line[:MAX_TOLD_CHARS]}…"

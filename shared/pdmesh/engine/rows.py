@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmesh.engine.logits_processors import LogitsProcessor
-from pdmesh.engine.plan import NO_BLOCK, NewRow, StepPlan
+from pdmesh.engine.logits_processors import LogitsProcessor, active_processors
+from pdmesh.engine.plan import NO_BLOCK, NewRow, RowFailure, StepPlan
+from pdmesh.engine.row_failures import row_failure
 from pdmesh.engine.sampling_state import SamplingState, needs_state
 
 # Below this temperature the division overflows before the distribution differs from greedy.
@@ -46,6 +47,10 @@ class Rows:
         """Length of the prompt where its log-probabilities are wanted, else 0."""
         self._new: list[NewRow | None] = [None] * num_rows
         self._states: list[SamplingState | None] = [None] * num_rows
+        self._active: list[list[LogitsProcessor]] = [[]] * num_rows
+        """The processors that each row's request asks for."""
+        self._failures: dict[int, RowFailure] = {}
+        """What went wrong with rows as they were taken, not told yet."""
         self._eos_token_ids = eos_token_ids
         self._processors = processors
 
@@ -53,11 +58,18 @@ class Rows:
         """Take in what changed since the plan before."""
         for row in plan.freed:
             self._new[row] = self._states[row] = None
+            self._failures.pop(row, None)
         for new in plan.new:
             self._take(new)
         for update in plan.updates:
             end = update.first + len(update.block_ids)
             self.tables[update.group][update.row, update.first : end] = update.block_ids
+
+    def take_failures(self, rows: list[int]) -> dict[int, RowFailure]:
+        """Return, by index into `rows`, what went wrong as they were taken; once."""
+        if not self._failures:
+            return {}
+        return {index: self._failures.pop(row) for index, row in enumerate(rows) if row in self._failures}
 
     def new_of(self, row: int) -> NewRow:
         """Return what the row began with."""
@@ -70,7 +82,7 @@ class Rows:
         state = self._states[row]
         if state is None:
             tokens = self.tokens[row]
-            state = SamplingState(self.new_of(row), tokens, length, self._eos_token_ids, self._processors)
+            state = SamplingState(self.new_of(row), tokens, length, self._eos_token_ids, self._active[row])
             self._states[row] = state
         return state
 
@@ -86,8 +98,14 @@ class Rows:
             table[row] = NO_BLOCK
             table[row, : len(blocks)] = blocks
         self._new[row], self._states[row] = new, None
+        self.has_failed[row] = False
+        self._failures.pop(row, None)
+        try:
+            self._active[row] = active_processors(self._processors, sampling)
+        except Exception as exc:  # one row's parameters must not end the others of its step
+            self._active[row], self._failures[row] = [], row_failure(exc)
+            self.has_failed[row] = True
         self.is_greedy[row] = sampling.temperature < MIN_TEMPERATURE
-        self.is_stateful[row] = needs_state(sampling, self._processors)
+        self.is_stateful[row] = bool(self._active[row]) or needs_state(sampling)
         self.wants_logprobs[row] = sampling.logprobs is not None
         self.told_prompt[row] = new.num_prompt if new.wants_prompt_logprobs else 0
-        self.has_failed[row] = False

@@ -13,8 +13,9 @@ from pdmesh.engine.backend import Backend
 from pdmesh.engine.batch import PromptSpan, Step, gather
 from pdmesh.engine.logits_processors import LogitsProcessor
 from pdmesh.engine.plan import NO_TOKEN, StepPlan, StepResult
+from pdmesh.engine.row_failures import NAN_FAILURE, row_failure
 from pdmesh.engine.rows import Rows
-from pdmesh.engine.sampler import NAN_FAILURE, Sampler, on_host, row_failure
+from pdmesh.engine.sampler import Sampler, on_host
 from pdmesh.engine.token_logprobs import describe_token, raw_logprobs
 
 # Prompt positions whose log-probabilities are in memory at the same time, beside the logits.
@@ -62,6 +63,7 @@ class Runner:
 
     def _finish(self, plan: StepPlan, step: Step, logits_RV: NDArray[np.float32]) -> StepResult:
         result = StepResult(token_ids=[NO_TOKEN] * len(plan.rows), logprobs={}, prompt_logprobs={}, failures={})
+        result.failures.update(self._rows.take_failures(plan.rows))
         for span in step.prompts:
             self._describe_prompt(plan, span, logits_RV, result)
         if len(step.sampled) == 0:

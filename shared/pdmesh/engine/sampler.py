@@ -8,8 +8,6 @@ its own sequence: not on the batch, the step, the process or the device.
 It works on the host: logits on another device are copied there.
 """
 
-import logging
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,16 +16,10 @@ from numpy.typing import NDArray
 
 from pdmesh.engine.draw import Candidates, Stream, draw, find_candidates
 from pdmesh.engine.plan import NO_TOKEN, RowFailure
+from pdmesh.engine.row_failures import NAN_FAILURE, row_failure
 from pdmesh.engine.rows import Rows
 from pdmesh.engine.token_logprobs import describe_token, raw_logprobs
-from pdmesh.errors import InternalError, InvalidRequest, MeshError
 from pdmesh.protocol.messages import TokenLogprobs
-
-log = logging.getLogger(__name__)
-
-NAN_FAILURE = RowFailure(
-    code=InternalError.__name__, message="the model returned logits that are not numbers", is_nan=True
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +78,7 @@ class Sampler:
                 token_ids[index] = forced
                 return None
             if state.edits_logits:
-                state.edit(logits_V)
-                token_ids[index] = logits_V.argmax()
-                _check_edited(float(logits_V[token_ids[index]]))
+                token_ids[index] = state.edit(logits_V)
         if table.is_greedy[row]:
             return None
         new = table.new_of(row)
@@ -126,18 +116,3 @@ def on_host(logits_RV: torch.Tensor) -> NDArray[np.float32]:
     """Return the logits as an array, which shares their memory when they are on the host."""
     array: NDArray[np.float32] = logits_RV.contiguous().cpu().numpy()
     return array
-
-
-def row_failure(exc: Exception) -> RowFailure:
-    """Log what failed for one row of a step, and return what ends its choice."""
-    if isinstance(exc, MeshError):
-        return RowFailure(code=exc.code, message=exc.message)
-    log.error("a choice could not be sampled", exc_info=exc)
-    return RowFailure(code=InternalError.__name__, message=f"the engine failed to sample: {type(exc).__name__}: {exc}")
-
-
-def _check_edited(largest: float) -> None:
-    if largest == -math.inf:
-        raise InvalidRequest("the sampling parameters leave no token that may follow")
-    if not largest < math.inf:
-        raise InvalidRequest("the sampling parameters make the logits overflow")

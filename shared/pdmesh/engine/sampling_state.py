@@ -6,24 +6,30 @@ its budget overrides them all. The state is a function of the row's tokens, so a
 it had never stopped.
 """
 
+import logging
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdmesh.engine.logits_processors import LogitsProcessor, RowView
+from pdmesh.engine.logits_processors import LogitsProcessor, RowView, apply_processor, name_of
 from pdmesh.engine.plan import NewRow
+from pdmesh.engine.row_failures import BrokenLogits
 from pdmesh.engine.thinking import ThinkingState
 from pdmesh.engine.token_counts import TokenCounts
 from pdmesh.engine.truncation import Floats
+from pdmesh.errors import InternalError, InvalidRequest
 from pdmesh.protocol.messages import SamplingParams
+
+log = logging.getLogger(__name__)
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-def needs_state(sampling: SamplingParams, processors: Sequence[LogitsProcessor]) -> bool:
-    """Whether anything may ever change this request's logits; of most requests there is no state to keep."""
+def needs_state(sampling: SamplingParams) -> bool:
+    """Whether a parameter may ever change this request's logits; of most requests there is no state to keep."""
     return bool(
         sampling.allowed_token_ids is not None
         or sampling.bad_words_token_ids
@@ -32,7 +38,6 @@ def needs_state(sampling: SamplingParams, processors: Sequence[LogitsProcessor])
         or sampling.repetition_penalty != 1.0
         or has_count_penalty(sampling)
         or sampling.thinking is not None
-        or any(processor.is_active(sampling) for processor in processors)
     )
 
 
@@ -41,7 +46,8 @@ def has_count_penalty(sampling: SamplingParams) -> bool:
 
 
 class SamplingState:
-    """Edits and counts of one row. `tokens` is the row's own memory, of which the first `length` are there."""
+    """Edits and counts of one row. `tokens` is the row's own memory, of which the first `length` are there; `processors` are
+    those that its request asks for."""
 
     def __init__(
         self,
@@ -69,7 +75,7 @@ class SamplingState:
         if sampling.thinking is not None:
             prompt, output = self._tokens[: new.num_prompt], self._tokens[new.num_prompt : length]
             self._thinking = ThinkingState(sampling.thinking, prompt, output)
-        self._processors = [processor for processor in processors if processor.is_active(sampling)]
+        self._processors = processors
 
     @property
     def forced(self) -> int | None:
@@ -100,8 +106,12 @@ class SamplingState:
         if self._thinking is not None:
             self._thinking.observe(token_id)
 
-    def edit(self, logits_V: Floats) -> None:
-        """Change one row of logits in place. Raises what a processor raises."""
+    def edit(self, logits_V: Floats) -> int:
+        """Change one row of logits in place; return the id of the largest, which is finite.
+
+        Raises InvalidRequest where the request's parameters leave no token or make logits infinite, MeshError or
+        BrokenLogits where a processor fails or does so.
+        """
         if self._allowed_ids is not None:
             kept = logits_V[self._allowed_ids]
             logits_V.fill(-np.inf)
@@ -115,8 +125,14 @@ class SamplingState:
         if len(self._bias_ids):
             logits_V[self._bias_ids] += self._bias
         self._penalise(logits_V)
+        best = int(logits_V.argmax())
+        _check(float(logits_V[best]))
         for processor in self._processors:
-            processor.apply(torch.from_numpy(logits_V), self._view())
+            apply_processor(processor, torch.from_numpy(logits_V), self._view())
+            # Looked at one by one, so that the one at fault is named.
+            best = int(logits_V.argmax())
+            self._check_processed(processor, float(logits_V[best]))
+        return best
 
     # What overflows is found afterwards, in the largest logit. `where` also divides what it does not take.
     @np.errstate(over="ignore", divide="ignore", invalid="ignore")
@@ -132,6 +148,20 @@ class SamplingState:
             penalties = np.float32(sampling.frequency_penalty) * self._output.counts
             logits_V[self._output.ids] -= penalties + np.float32(sampling.presence_penalty)
 
+    def _check_processed(self, processor: LogitsProcessor, largest: float) -> None:
+        if math.isfinite(largest):
+            return
+        name = name_of(type(processor))
+        if largest != -math.inf:
+            raise BrokenLogits(f"logits processor {name} makes logits {'NaN' if math.isnan(largest) else 'infinite'}")
+        if self._allowed_ids is not None:
+            raise InvalidRequest(
+                f"logits processor {name} leaves none of the allowed_token_ids", param="allowed_token_ids"
+            )
+        message = f"logits processor {name} leaves no token that may follow"
+        log.error("%s", message)
+        raise InternalError(message)
+
     @property
     def _is_too_short(self) -> bool:
         return self._length - self._num_prompt < self._sampling.min_tokens
@@ -146,6 +176,13 @@ class SamplingState:
     def _view(self) -> RowView:
         prompt, output = self._tokens[: self._num_prompt], self._tokens[self._num_prompt : self._length]
         return RowView(prompt, output, self._sampling, self._choice)
+
+
+def _check(largest: float) -> None:
+    if largest == -math.inf:
+        raise InvalidRequest("the sampling parameters leave no token that may follow")
+    if not largest < math.inf:
+        raise InvalidRequest("the sampling parameters make the logits overflow")
 
 
 def _ids(values: Iterable[int]) -> NDArray[np.int64]:
