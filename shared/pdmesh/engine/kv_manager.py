@@ -141,7 +141,9 @@ class KVManager:
         have = len(hit.blocks[0]) if hit is not None else len(sequence.blocks[0])
         end = -(-num_tokens // self.block_size)
         # Where each group's new blocks begin; before that its table has NO_BLOCK.
-        firsts = [min(max(have, group.first_needed(start)), max(end, have)) for group in self.groups]
+        firsts = [have] * len(self.groups)
+        if self._has_windows:
+            firsts = [min(max(have, group.first_needed(start)), max(end, have)) for group in self.groups]
         num_new = sum(max(end - first, 0) for first in firsts)
         taken = num_new + (0 if hit is None else self._num_from_free(hit))
         if taken > 0 and taken + reserve > self._pool.num_free:
