@@ -18,9 +18,9 @@ from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
 from pdmesh.engine.messages import AddRequest, BlocksComputed, OfferSealed
 from pdmesh.engine.plan import StepResult
-from pdmesh.engine.request import Sequence
+from pdmesh.engine.request import BrokenSequence, Sequence
 from pdmesh.engine.scheduler import Schedule, Scheduler
-from pdmesh.engine.states import IllegalEvent, State
+from pdmesh.engine.states import State
 from pdmesh.protocol.messages import ChoiceDelta
 from support.plan_worker import EOS, GARBAGE, PlanWorker, Script, chain, table_blocks
 from support.scheduler_wish import BLOCK_SIZE, BLOCKS_PER_GROUP, ROOT, Told, Wish, add_request, continued
@@ -112,8 +112,8 @@ class World:
             enable_prefix_caching=config.caching,
         )
         self.scheduler = Scheduler(kv, self.limits)
-        # An illegal event fails its request; here it is to fail the test.
-        self.scheduler._fail_illegal = _raise  # type: ignore[method-assign]
+        # A bug ends its request; here it is to fail the test.
+        self.scheduler.expel = _raise  # type: ignore[method-assign]
         self.state = self.scheduler.state
         self.worker = PlanWorker(groups, config.num_blocks, config.max_num_seqs, lambda number: self.scripts[number])
         self.bound = WaitingBound(self.limits, lag=MAX_LAG if config.is_async else 0)
@@ -182,14 +182,14 @@ class World:
         before = self.bound.look(self.state)
         is_alone = len(self.state.running) + len(self.state.waiting) == 1
         schedule = self.scheduler.schedule()
-        if not schedule.sequences:
-            assert not schedule.plan.rows
+        if schedule.is_empty:
             self._check_idle()
             self._after_event()
             return False
         self.num_planned += 1
         self._check_plan(schedule, is_alone=is_alone)
-        self.bound.note_plan(before, self.state, schedule)
+        if schedule.sequences:
+            self.bound.note_plan(before, self.state, schedule)
         is_after_crash = any(step.has_crashed for step in self.under_way)
         result = self.worker.run(schedule.plan, is_crashing=is_crashing, is_after_crash=is_after_crash)
         self.under_way.append(UnderWay(schedule, result, is_crashing))
@@ -298,13 +298,12 @@ class World:
 
     def _check_plan(self, schedule: Schedule, *, is_alone: bool) -> None:
         plan = schedule.plan
-        assert 0 < sum(plan.counts) <= self.limits.max_num_batched_tokens
-        assert len(schedule.sequences) == len(plan.rows)
+        assert sum(plan.counts) <= self.limits.max_num_batched_tokens
         assert len({(each.request.number, each.choice) for each in schedule.sequences}) == len(plan.rows)
         assert all(each.state is State.RUNNING for each in schedule.sequences)
         assert [each.row for each in schedule.sequences] == plan.rows
         if self.limits.long_prefill_token_threshold and not self.limits.is_threshold_adaptive and not is_alone:
-            assert max(plan.counts) <= self.limits.long_prefill_token_threshold
+            assert max(plan.counts, default=0) <= self.limits.long_prefill_token_threshold
         holders = Counter(
             block
             for request in self.state.requests.values()
@@ -387,8 +386,8 @@ class World:
         assert self._is_kv_of(script, 0, places), f"{computed.request_id} told the tier of blocks that are not its own"
 
 
-def _raise(sequence: Sequence, exc: IllegalEvent) -> None:
-    raise AssertionError(f"{sequence}: {exc}") from exc
+def _raise(broken: BrokenSequence) -> None:
+    raise AssertionError(f"{broken.sequence}: {broken}") from broken
 
 
 def _longest(groups: list[KVGroup], config: WorldConfig) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.limits import Limits
 from pdmesh.engine.request import Request, Sequence
-from pdmesh.engine.scheduler import MAX_PROMPT_LOGPROBS_CHUNK_TOKENS, Schedule
+from pdmesh.engine.scheduler import MAX_PROMPT_LOGPROBS_TOKENS, Schedule
 from pdmesh.engine.states import State
 
 Choice = tuple[int, int]
@@ -134,12 +134,13 @@ class WaitingBound:
         )
 
     def _chunk(self, request: Request) -> int:
-        """Return the least tokens that a request which is first gets while it has more."""
-        chunk = self.limits.max_num_batched_tokens
+        """Return the least tokens that a request which is first gets while it has more: all but one for each behind it."""
+        num_behind = (self.limits.max_num_active_seqs or self.limits.max_num_seqs) - 1
+        chunk = max(self.limits.max_num_batched_tokens - num_behind, 1)
         if self.limits.long_prefill_token_threshold:
             chunk = min(chunk, self.limits.long_prefill_token_threshold)
         if request.wants_prompt_logprobs:
-            chunk = min(chunk, MAX_PROMPT_LOGPROBS_CHUNK_TOKENS)
+            chunk = min(chunk, MAX_PROMPT_LOGPROBS_TOKENS)
         return chunk
 
     def _needs(self, request: Request) -> dict[Choice, int]:
