@@ -501,3 +501,33 @@ def test_a_choice_whose_source_went_with_the_lead_says_that_it_computed() -> Non
     step(scheduler)
     [delta] = [delta for delta in scheduler.state.outbox.deltas if delta.choice == 1]
     assert delta.kv_source == "recompute:aborted"
+
+
+def test_room_is_not_made_for_a_sequence_that_a_bug_has_ended_meanwhile() -> None:
+    """Once, it got blocks after its end, which nobody gave back."""
+    scheduler = make_scheduler(num_blocks=6, max_model_len=24)
+    add(scheduler, "a", 3, n=2, max_tokens=20)
+    for _ in range(40):
+        if len(scheduler.state.running) == 2 and scheduler.state.kv.num_free == 0:
+            scheduler.state.running[-1].state = State.WAITING_FOR_GRAMMAR
+        schedule = scheduler.schedule()
+        if not schedule.is_empty:
+            scheduler.update(schedule, result_of(schedule))
+    assert scheduler.state.counters.illegal_events == 1
+    assert not scheduler.state.requests
+    assert scheduler.state.kv.num_used == 0
+
+
+def test_fetching_leaves_a_block_for_each_that_runs() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_model_len=24)
+    for request_id in ("a", "b"):
+        add(scheduler, request_id, 7, max_tokens=4)
+    assert step(scheduler) == {"a": 7, "b": 7}
+    fetch(scheduler, "c", 12)
+    step(scheduler)
+    # Three of the four free blocks would do for it, but one more each is what a and b will need.
+    assert not scheduler.state.outbox.pulls
+    for _ in range(4):
+        step(scheduler)
+    assert scheduler.state.counters.num_preemptions == 0
+    assert [pull.transfer_id for pull in scheduler.state.outbox.pulls] == ["c"]

@@ -117,3 +117,10 @@ def test_every_package_is_shipped() -> None:
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert all(f'"{folder}"' in pyproject for folder in SOURCE_FOLDERS)
     assert list(pkgutil.iter_modules([str(ROOT / "shared" / "pdmesh")]))
+
+
+def test_the_scheduler_and_the_kv_manager_fit_in_one_head() -> None:
+    """What decides a step and what gives out blocks; checks of requests, the table of states and remote KV are beside it."""
+    names = ("scheduler", "engine_state", "progress", "waiting_queue", "kv_manager", "block_pool", "kv_groups")
+    engine = ROOT / "shared/pdmesh/engine"
+    assert sum(len((engine / f"{name}.py").read_text().splitlines()) for name in names) < 1500

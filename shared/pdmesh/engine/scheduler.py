@@ -265,7 +265,9 @@ class Scheduler:
         if not sequence.holds_blocks:
             hit = state.kv.lookup(sequence)
             if sequence.request.source is not None and sequence is sequence.request.lead:
-                begun = self._remote.begin(sequence, hit, reserve=reserve)
+                # Fetched KV cannot be taken back before it is here: it leaves a block for each that runs.
+                num_rows_blocks = len(state.running) * len(state.kv.groups)
+                begun = self._remote.begin(sequence, hit, reserve=reserve + num_rows_blocks)
                 if begun in (Begun.PULLING, Begun.FAILED):
                     return 0, True
                 if begun is Begun.NO_ROOM:
@@ -337,7 +339,7 @@ class Scheduler:
                 state.preempt(victim)
             except BrokenSequence as exc:
                 self.expel(exc)
-            if victim is sequence:
+            if victim is sequence or sequence.is_finished:
                 return False
         for group, table in enumerate(sequence.blocks):
             if len(table) > have:
