@@ -45,12 +45,23 @@ def refused(*argv: str, environ: dict[str, str] | None = None) -> str:
         ("--scheduling-policy lottery", ["scheduling-policy", "'fcfs' or 'priority'", "'lottery'"]),
         ("--prefix-caching-hash-algo md5", ["prefix-caching-hash-algo", "'sha256'", "'md5'"]),
         ("--performance-mode fast", ["performance-mode", "'balanced'", "'fast'"]),
+        ("--max-num-partial-prefills 10000000000000000000000", ["max-num-partial-prefills", "65536"]),
         ("--max-model-len 8.5x", ["max-model-len", "'8.5x'"]),
     ],
 )
 def test_one_line_names_setting_value_and_range(argv: str, words: list[str]) -> None:
     message = refused(*argv.split())
     assert not [word for word in words if word not in message], message
+
+
+def test_every_number_has_a_range() -> None:
+    """Ten to the 22nd was a number of prompts that nobody minded before the start."""
+    unbounded = [
+        name
+        for name, field in EngineConfig.model_fields.items()
+        if field.annotation in (int, float) and not {"Le", "Lt"} & {type(bound).__name__ for bound in field.metadata}
+    ]
+    assert unbounded == ["notify_fd"]
 
 
 def test_sound_settings_are_taken_together() -> None:

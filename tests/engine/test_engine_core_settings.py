@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from pdmesh.config import EngineConfig
+from pdmesh.engine import core_process
+from pdmesh.engine.backend import KVGroupSpec, ModelInfo
 from pdmesh.engine.core_client import CoreClient
 from pdmesh.engine.messages import CoreReady, StepOutput
-from pdmesh.engine.sizing import MAX_AUTOMATIC_POOL_BYTES
+from pdmesh.engine.sizing import MAX_AUTOMATIC_POOL_BYTES, Sizes
 from pdmesh.errors import ConfigError
 from pdmesh.protocol.messages import ChoiceDelta
 from support.core_harness import make_add
@@ -85,3 +87,32 @@ def test_what_only_the_core_can_know_is_refused_in_one_line(gemma: Path, setting
     with pytest.raises(ConfigError, match=words) as caught:
         serve(gemma, **settings)
     assert "\n" not in caught.value.message
+
+
+def test_a_pool_that_cannot_be_had_is_told_with_what_there_is(gemma: Path) -> None:
+    """It was a traceback, and an OSError that named nothing."""
+    told = r"kv-cache-memory-bytes: a pool of \d{15,} bytes cannot be had \(.+\); \d+ bytes of memory are available"
+    with pytest.raises(ConfigError, match=told) as caught:
+        serve(gemma, kv_cache_memory_bytes=999 << 40)
+    assert "\n" not in caught.value.message
+
+
+def test_rows_that_cannot_be_had_are_told_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*args: object, **settings: object) -> None:
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    monkeypatch.setattr(core_process, "Runner", none_left)
+    info = ModelInfo(
+        fingerprint="m",
+        groups=(KVGroupSpec(kind="full", layers=(0,), block_size=16, block_bytes=1000, fingerprint="f"),),
+        max_model_len=64,
+        vocab_size=10,
+        eos_token_ids=(1,),
+        dtype="float32",
+    )
+    config = EngineConfig(max_num_seqs=60000)
+    told = (
+        r"max-num-seqs 60000: .* rows of 64 tokens \(max-model-len\): Unable to allocate 9 GiB; \d+ bytes are available"
+    )
+    with pytest.raises(ConfigError, match=told):
+        core_process._executor(config, None, info, Sizes(num_blocks=4, max_model_len=64), [])  # type: ignore[arg-type]

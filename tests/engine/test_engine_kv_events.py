@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -245,6 +246,43 @@ def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:
             check_addresses(settings, "127.0.0.1")
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("missing/events", "there is no folder"),
+        ("a-file", "there is something else than a socket"),
+        ("listening", "another process listens there"),
+        ("l" * 200, "too long"),
+        ("left", ""),
+        ("new", ""),
+    ],
+)
+def test_a_path_that_cannot_be_bound_or_is_somebodys_is_refused(path: str, told: str, tmp_path: Path) -> None:
+    """ZMQ deletes what lies where it binds: another engine's socket, or a file."""
+    (tmp_path / "a-file").write_text("kept")
+    with socket.socket(socket.AF_UNIX) as left, socket.socket(socket.AF_UNIX) as listening:
+        left.bind(str(tmp_path / "left"))
+        listening.bind(str(tmp_path / "listening"))
+        listening.listen()
+        settings = parsed(ON | {"endpoint": f"ipc://{tmp_path}/{path}"})
+        assert settings is not None
+
+        async def publish() -> None:
+            async with KVEventPublisher(settings, host="127.0.0.1"):
+                pass
+
+        if told:
+            with pytest.raises(ConfigError, match=f"endpoint ipc://.* cannot be bound: .*{told}"):
+                check_addresses(settings, "127.0.0.1")
+            with pytest.raises(ConfigError, match=told):
+                asyncio.run(publish())
+        else:
+            check_addresses(settings, "127.0.0.1")
+            asyncio.run(publish())
+    assert (tmp_path / "a-file").read_text() == "kept"
+    assert (tmp_path / "listening").exists()
+
+
 # ---- publisher -----------------------------------------------------------------------------------
 
 
@@ -346,15 +384,17 @@ def test_nonsense_on_the_replay_socket_is_ignored(caplog: pytest.LogCaptureFixtu
     async def scenario() -> None:
         async with published() as (publisher, consumer):
             publisher.publish(b"only")
-            for frames in ([b""], [b"", b"short"], [b"", bytes(8), b"more"], [b"x", bytes(8)], [b"", bytes(4000)]):
+            for frames in ([b""], [b"", b"short"], [b"", bytes(8), b"more"], [b"x", bytes(8)]):
                 await consumer.replays.send_multipart(frames)
+            assert await consumer.replay(0) == [(b"", 0, b"only")]
+            assert caplog.text.count("replay request") == 4
             # An oversized message costs its sender the connection, which ZMQ makes anew.
+            await consumer.replays.send_multipart([b"", bytes(4000)])
             again = Consumer(publisher)
             assert await again.replay(0) == [(b"", 0, b"only")]
             again.context.destroy(linger=0)
 
     asyncio.run(scenario())
-    assert "replay request" in caplog.text
 
 
 def test_a_consumer_too_slow_for_hwm_sees_a_gap_and_can_fill_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pdmesh.config import EngineConfig
 from pdmesh.engine.backend import KVGroupSpec, ModelInfo
-from pdmesh.engine.batch_defaults import DeviceInfo, batch_defaults, resolve_batch
+from pdmesh.engine.batch_defaults import DeviceInfo, batch_defaults, check_batch, resolve_batch
 from pdmesh.engine.kv_groups import blocks_at_once
 from pdmesh.engine.sizing import (
     MAX_AUTOMATIC_POOL_BYTES,
@@ -42,15 +42,16 @@ def config(**settings: Any) -> EngineConfig:
 
 
 class Memory:
-    """A backend's two answers about memory."""
+    """A backend's two answers about memory; each sequence and each token of a step may take some more."""
 
-    def __init__(self, available_bytes: int, peak_bytes: int) -> None:
+    def __init__(self, available_bytes: int, peak_bytes: int, seq_bytes: int = 0, token_bytes: int = 0) -> None:
         self.available_bytes, self.peak_bytes = available_bytes, peak_bytes
+        self.seq_bytes, self.token_bytes = seq_bytes, token_bytes
         self.profiled: list[tuple[int, int]] = []
 
     def profile(self, max_num_tokens: int, max_num_seqs: int) -> int:
         self.profiled.append((max_num_tokens, max_num_seqs))
-        return self.peak_bytes
+        return self.peak_bytes + self.seq_bytes * max_num_seqs + self.token_bytes * max_num_tokens
 
     def available_kv_bytes(self, fraction: float) -> int:
         return int(self.available_bytes * fraction)
@@ -82,9 +83,26 @@ def test_the_automatic_pool_is_what_a_step_leaves(caplog: pytest.LogCaptureFixtu
 
 def test_no_memory_for_kv_is_said_with_the_numbers() -> None:
     with pytest.raises(
-        ConfigError, match=r"of 90 bytes that gpu-memory-utilization 0.9 allows, a step of 16 tokens needs 95"
+        ConfigError,
+        match=r"of 90 bytes that gpu-memory-utilization 0.9 allows, a step of 4 sequences \(max-num-seqs\) and 16 tokens "
+        r"\(max-num-batched-tokens\) needs 95",
     ):
         pool_bytes(Memory(100, 95), gpu_memory_utilization=0.9)
+
+
+@pytest.mark.parametrize(
+    ("memory", "settings", "cure"),
+    [
+        (Memory(100, 0, token_bytes=10), {}, "--max-num-batched-tokens"),
+        (Memory(100, 0, seq_bytes=30), {}, "--max-num-seqs"),
+        (Memory(100, 0, token_bytes=30), {"max_num_batched_tokens": 4}, "--max-num-seqs"),
+        (Memory(100, 0, token_bytes=30), {}, "--max-num-seqs"),
+    ],
+)
+def test_the_setting_that_can_be_lowered_is_the_one_named(memory: Memory, settings: dict[str, int], cure: str) -> None:
+    """With a budget of one token for each sequence, lowering it was a contradiction."""
+    with pytest.raises(ConfigError, match=f": lower {cure} or raise --gpu-memory-utilization"):
+        pool_bytes(memory, **settings)
 
 
 def test_an_automatic_context_shrinks_to_the_pool(caplog: pytest.LogCaptureFixture) -> None:
@@ -218,6 +236,8 @@ def test_resolved_numbers_are_checked_like_configured_ones(caplog: pytest.LogCap
     with pytest.raises(ConfigError, match="max-num-active-seqs 129 is more than max-num-seqs 128"):
         resolve_batch(EngineConfig(max_num_active_seqs=129), DeviceInfo(), offline=False, max_model_len=1 << 20)
     caplog.set_level(logging.INFO)
+    check_batch(EngineConfig(max_num_seqs=8), H100, offline=True, max_model_len=1 << 20)
+    assert not caplog.records
     resolve_batch(EngineConfig(max_num_seqs=8), H100, offline=True, max_model_len=1 << 20)
     assert "steps of up to 8 sequences (max-num-seqs) and 16384 tokens (max-num-batched-tokens, default)" in caplog.text
     assert len(caplog.records) == 1

@@ -49,12 +49,37 @@ def test_drain_lets_requests_finish_refuses_new_ones_and_ends_the_rest(tiny_mode
 
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [({"model": ""}, "model"), ({"model": "/no/such/model"}, "/no/such/model"), ({"host": "0.0.0.0"}, "secret")],
+    [
+        ({"model": ""}, "model"),
+        ({"model": "/no/such/model"}, "/no/such/model"),
+        ({"host": "0.0.0.0"}, "secret"),
+        ({"max_num_active_seqs": 60000}, "max-num-active-seqs 60000 is more than max-num-seqs 128"),
+        ({"logits_processors": ["nowhere.at_all:X"]}, "'nowhere', which is not installed"),
+    ],
 )
 def test_an_engine_that_cannot_start_says_why(settings: dict[str, Any], says: str) -> None:
     config = EngineConfig(**({"port": 0, "grpc_port": 0, "model": "/no/such/model"} | settings))
     with pytest.raises(ConfigError, match=says):
         asyncio.run(check_engine(config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"kv_cache_memory_bytes": 999 << 40},
+            r"kv-cache-memory-bytes \d+ is more than all the memory there is, \d+ bytes",
+        ),
+        ({"long_prefill_token_threshold": 1 << 20}, "long-prefill-token-threshold 1048576 is more than"),
+        ({"logits_processors": ["os:path"]}, "'os:path' is not a subclass"),
+        ({"logits_processors": ["json:Nope"]}, "'json:Nope' cannot be imported: AttributeError"),
+    ],
+)
+def test_a_check_finds_what_a_start_would(tiny_model: str, settings: dict[str, Any], says: str) -> None:
+    config = EngineConfig(port=0, grpc_port=0, model=tiny_model, check_config=True, **settings)
+    with pytest.raises(ConfigError, match=says) as caught:
+        asyncio.run(check_engine(config))
+    assert "\n" not in caught.value.message
 
 
 def _held() -> set[str]:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from pdmesh.engine.host_memory import available_bytes, usable_cores
+from pdmesh.engine.host_memory import NO_LIMIT_BYTES, available_bytes, total_bytes, usable_cores
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -31,6 +31,13 @@ def test_the_tightest_group_above_counts_and_page_cache_gives_way(tmp_path: Path
         "sys/fs/cgroup/pod/engine/memory.current": "10000\n",
     }
     assert available_bytes(write(tmp_path, HOST | limits)) == 350000
+
+
+def test_all_there_is_is_the_tightest_limit(tmp_path: Path) -> None:
+    limits = {"sys/fs/cgroup/pod/memory.max": "5000\n", "sys/fs/cgroup/pod/memory.current": "4000\n"}
+    assert total_bytes(write(tmp_path / "group", HOST | limits)) == 5000
+    assert total_bytes(write(tmp_path / "host", HOST)) == 9 * 1024
+    assert total_bytes(tmp_path) == NO_LIMIT_BYTES
 
 
 def test_a_fraction_is_of_all_memory_and_counts_what_is_in_use(tmp_path: Path) -> None:

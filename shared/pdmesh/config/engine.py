@@ -27,7 +27,7 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """Device code that runs the model."""
     cpu_threads: int = Field(default=0, ge=0, le=1024)
     """Threads for CPU compute; 0: all cores that this process may use."""
-    max_model_len: AutoSize = Field(default=0, ge=0)
+    max_model_len: AutoSize = Field(default=0, ge=0, le=1 << 40)
     """Longest prompt plus output, tokens; 0: the model's own limit."""
     block_size: int = Field(default=0, ge=0, le=1024)
     """Tokens per KV block, a power of two; 0: the backend's (32 on CPU, 16 on GPU)."""
@@ -43,11 +43,11 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """Always on: prompts longer than the token budget are computed in chunks. Here for command lines that name it."""
     max_num_active_seqs: int = Field(default=0, ge=0, le=65536)
     """Most sequences admitted into the batch, at most `max_num_seqs`; 0: as many."""
-    long_prefill_token_threshold: Size = Field(default=0, ge=0)
+    long_prefill_token_threshold: Size = Field(default=0, ge=0, le=1 << 40)
     """Most tokens one prompt gets per step while there are other requests; 0: no limit but the budget."""
     long_prefill_token_threshold_adaptive: bool = False
     """Never cut below a fair share: the budget divided by the requests that run or wait."""
-    max_num_partial_prefills: int = Field(default=0, ge=0)
+    max_num_partial_prefills: int = Field(default=0, ge=0, le=65536)
     """Most prompts that are computed in part at the same time; 0: no limit."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """fcfs: in order of arrival. priority: lower `priority` first, then in order of arrival."""
@@ -67,15 +67,15 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """vLLM's JSON, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}: publish KV events over ZMQ."""
     logits_processors: list[str] = Field(default=[])
     """Custom logits processors, as `module:Class`, beside those that installed packages name as entry points."""
-    kv_cache_memory_bytes: AutoSize = Field(default=0, ge=0)
+    kv_cache_memory_bytes: AutoSize = Field(default=0, ge=0, le=1 << 60)
     """Size of the KV pool; 0: `gpu_memory_utilization` of free memory, at most 2 GiB on CPU."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
     """Share of the device's memory for weights and KV when `kv_cache_memory_bytes` is 0; on CPU a share of free memory."""
     watermark: float = Field(default=0.0, ge=0, lt=1)
     """Share of blocks kept free when new requests are admitted."""
-    max_num_queued_reqs: int = Field(default=4096, ge=1)
+    max_num_queued_reqs: int = Field(default=4096, ge=1, le=1 << 31)
     """Most requests waiting, each of their choices counted; one more is a 503 with Retry-After."""
-    max_num_queued_tokens: Size = Field(default=0, ge=0)
+    max_num_queued_tokens: Size = Field(default=0, ge=0, le=1 << 60)
     """Most prompt tokens of requests whose prompt is not computed yet; beyond it is a 503 with Retry-After. 0: no limit."""
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     """When a pull fails: end the request with an error, or compute the prompt here."""

@@ -54,6 +54,21 @@ def resolve_batch(config: EngineConfig, device: DeviceInfo, *, offline: bool, ma
 
     Raises ConfigError when the settings around them contradict what they became.
     """
+    resolved = check_batch(config, device, offline=offline, max_model_len=max_model_len)
+    log.info(
+        "steps of up to %d sequences (max-num-seqs%s) and %d tokens (max-num-batched-tokens%s) on %s, performance mode %s",
+        resolved.max_num_seqs,
+        "" if config.max_num_seqs else ", default",
+        resolved.max_num_batched_tokens,
+        "" if config.max_num_batched_tokens else ", default",
+        device.name or device.kind.upper(),
+        config.performance_mode,
+    )
+    return resolved
+
+
+def check_batch(config: EngineConfig, device: DeviceInfo, *, offline: bool, max_model_len: int) -> EngineConfig:
+    """Do as `resolve_batch`, and log nothing: for a look before the start."""
     defaults = batch_defaults(device, offline=offline)
     num_seqs = config.max_num_seqs or _by_mode(config, defaults.max_num_seqs)
     num_tokens = config.max_num_batched_tokens or _budget_by_mode(config, defaults.max_num_batched_tokens)
@@ -63,21 +78,12 @@ def resolve_batch(config: EngineConfig, device: DeviceInfo, *, offline: bool, ma
     elif not config.max_num_seqs:
         num_seqs = min(num_seqs, num_tokens)
     try:
-        resolved = EngineConfig.model_validate(
-            config.model_dump() | {"max_num_seqs": num_seqs, "max_num_batched_tokens": num_tokens}
+        return EngineConfig.model_validate(
+            config.model_dump(include=set(EngineConfig.model_fields))
+            | {"max_num_seqs": num_seqs, "max_num_batched_tokens": num_tokens}
         )
     except ValidationError as exc:
         raise ConfigError(exc.errors()[0]["msg"].removeprefix("Value error, ")) from exc
-    log.info(
-        "steps of up to %d sequences (max-num-seqs%s) and %d tokens (max-num-batched-tokens%s) on %s, performance mode %s",
-        num_seqs,
-        "" if config.max_num_seqs else ", default",
-        num_tokens,
-        "" if config.max_num_batched_tokens else ", default",
-        device.name or device.kind.upper(),
-        config.performance_mode,
-    )
-    return resolved
 
 
 def _by_mode(config: EngineConfig, value: int) -> int:

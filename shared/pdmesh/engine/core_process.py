@@ -26,6 +26,7 @@ from pdmesh.engine.block_key import root_key
 from pdmesh.engine.block_pool import BlockPool
 from pdmesh.engine.core import Core
 from pdmesh.engine.executor import Executor
+from pdmesh.engine.host_memory import available_bytes
 from pdmesh.engine.kv_events import KVEventLog
 from pdmesh.engine.kv_events_config import make_event_log
 from pdmesh.engine.kv_groups import KVGroup
@@ -38,7 +39,7 @@ from pdmesh.engine.messages import CoreFailed, CoreProgress, CoreReady
 from pdmesh.engine.runner import Runner
 from pdmesh.engine.scheduler import Scheduler
 from pdmesh.engine.sizing import Sizes, kv_groups, measure_pool_bytes, resolve_limits, resolve_sizes
-from pdmesh.errors import InternalError, MeshError
+from pdmesh.errors import ConfigError, InternalError, MeshError
 from pdmesh.logging import setup_logging
 from pdmesh.security import MeshSecret
 
@@ -108,10 +109,20 @@ def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
 @contextlib.contextmanager
 def _bound_pool(fd: int, backend: Backend, info: ModelInfo, sizes: Sizes) -> Iterator[KVPool]:
     shape = PoolShape(sizes.num_blocks, info.groups[0].block_bytes)
-    size_pool_file(fd, shape)
-    with contextlib.closing(KVPool(fd, shape, writable=True)) as pool:
+    with contextlib.closing(_open_pool(fd, shape)) as pool:
         backend.bind(pool)
         yield pool
+
+
+def _open_pool(fd: int, shape: PoolShape) -> KVPool:
+    try:
+        size_pool_file(fd, shape)
+        return KVPool(fd, shape, writable=True)
+    except (OSError, MemoryError, OverflowError) as exc:
+        raise ConfigError(
+            f"kv-cache-memory-bytes: a pool of {shape.total_bytes} bytes cannot be had ({str(exc) or type(exc).__name__}); "
+            f"{available_bytes()} bytes of memory are available"
+        ) from exc
 
 
 class _RegisteredLinks(msgspec.Struct, frozen=True):
@@ -147,15 +158,22 @@ def _executor(
         log.info(
             "asynchronous scheduling is off (no-async-scheduling): a step is planned when the one before has ended"
         )
-    runner = Runner(
-        backend,
-        num_rows=config.max_num_seqs,
-        max_model_len=sizes.max_model_len,
-        num_groups=len(info.groups),
-        block_size=info.groups[0].block_size,
-        eos_token_ids=frozenset(info.eos_token_ids),
-        processors=make_processors(processors, info.vocab_size),
-    )
+    made = make_processors(processors, info.vocab_size)
+    try:
+        runner = Runner(
+            backend,
+            num_rows=config.max_num_seqs,
+            max_model_len=sizes.max_model_len,
+            num_groups=len(info.groups),
+            block_size=info.groups[0].block_size,
+            eos_token_ids=frozenset(info.eos_token_ids),
+            processors=made,
+        )
+    except MemoryError as exc:
+        raise ConfigError(
+            f"max-num-seqs {config.max_num_seqs}: there is no memory for so many rows of {sizes.max_model_len} tokens "
+            f"(max-model-len): {exc}; {available_bytes()} bytes are available"
+        ) from exc
     return Executor(runner, is_async=config.async_scheduling)
 
 

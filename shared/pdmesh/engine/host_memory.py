@@ -24,8 +24,16 @@ def available_bytes(root: Path = Path("/"), *, fraction: float = 1.0) -> int:
     1.0 goes as far as the host does not swap and no cgroup kills. `root` is for tests.
     """
     budgets = [_host(root), *(_cgroup(folder) for folder in _cgroups(root, "memory"))]
-    free = [each.free_bytes - each.limit_bytes + int(each.limit_bytes * fraction) for each in budgets if each is not None]
+    free = [
+        each.free_bytes - each.limit_bytes + int(each.limit_bytes * fraction) for each in budgets if each is not None
+    ]
     return max(0, min(free, default=NO_LIMIT_BYTES))
+
+
+def total_bytes(root: Path = Path("/")) -> int:
+    """Return the memory that this process could ever have: the host's or a cgroup's limit, whichever is less."""
+    budgets = [_host(root), *(_cgroup(folder) for folder in _cgroups(root, "memory"))]
+    return min((each.limit_bytes for each in budgets if each is not None), default=NO_LIMIT_BYTES)
 
 
 def usable_cores(root: Path = Path("/")) -> int:

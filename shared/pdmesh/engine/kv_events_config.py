@@ -1,7 +1,11 @@
 """What `--kv-events-config` says: vLLM's JSON for its KV events, checked before anything starts."""
 
+import errno
 import json
+import os
 import re
+import socket as sockets
+import stat
 from collections.abc import Sequence
 from typing import Literal
 
@@ -106,14 +110,19 @@ def check_addresses(settings: KVEventsConfig, host: str) -> None:
     with zmq.Context() as context:
         for key in ("endpoint", "replay_endpoint"):
             value: str | None = getattr(settings, key)
-            # Binding a path would take it from whoever has it.
-            if value is not None and value.startswith("tcp:") and (key == "replay_endpoint" or binds(value)):
-                with context.socket(zmq.ROUTER) as probe:
-                    bind(probe, key, value, host)
+            if value is None or not (key == "replay_endpoint" or binds(value)):
+                continue
+            if value.startswith("ipc:"):
+                _check_path(key, value)
+                continue
+            with context.socket(zmq.ROUTER) as probe:
+                bind(probe, key, value, host)
 
 
 def bind(socket: "zmq.Socket[bytes]", key: str, endpoint: str, host: str) -> str:
     """Bind a socket and return the endpoint it has. Raises ConfigError that names key and address."""
+    if endpoint.startswith("ipc:"):
+        _check_path(key, endpoint)
     address = bound_address(endpoint, host)
     socket.setsockopt(zmq.IPV6, int("[" in address))
     try:
@@ -123,6 +132,38 @@ def bind(socket: "zmq.Socket[bytes]", key: str, endpoint: str, host: str) -> str
     bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     # Consumers elsewhere must put this host's name there themselves.
     return bound.replace("//0.0.0.0:", "//*:")
+
+
+def _check_path(key: str, endpoint: str) -> None:
+    """Raise ConfigError for a path that cannot be bound, and for one that is somebody's: ZMQ would delete what is there."""
+    path = endpoint.removeprefix("ipc://")
+    if path == "*":
+        return
+    is_abstract = path.startswith("@")
+    problem = "" if is_abstract else _problem_of_file(path)
+    if not problem:
+        with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+            try:
+                code = probe.connect_ex(f"\0{path[1:]}" if is_abstract else path)
+            except OSError as exc:  # a path too long for the kernel
+                problem = str(exc)
+            else:
+                # A socket that nobody listens at was left behind by someone who has gone.
+                in_use = code not in (errno.ENOENT, errno.ECONNREFUSED)
+                problem = "another process listens there" if code == 0 else os.strerror(code) if in_use else ""
+    if problem:
+        raise ConfigError(f"{SETTING}: {key} {endpoint} cannot be bound: {problem}")
+
+
+def _problem_of_file(path: str) -> str:
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        return f"there is no folder {folder}"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"the folder {folder} cannot be written to"
+    if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
+        return "there is something else than a socket"
+    return ""
 
 
 def _check_together(config: EngineConfig, settings: KVEventsConfig) -> None:

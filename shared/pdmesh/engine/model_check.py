@@ -3,6 +3,7 @@
 from typing import Any
 
 from pdmesh.config import EngineConfig
+from pdmesh.engine.host_memory import total_bytes
 from pdmesh.errors import ConfigError
 from pdmesh.models.source import ModelSource, read_config, resolve
 
@@ -20,20 +21,31 @@ def check_model(config: EngineConfig) -> ModelSource:
         raise ConfigError(
             f"max-model-len {config.max_model_len} is more than the {longest} tokens that the model was made for"
         )
+    if config.long_prefill_token_threshold > longest:
+        raise ConfigError(
+            f"long-prefill-token-threshold {config.long_prefill_token_threshold} is more than the {longest} tokens that the "
+            f"model was made for: it must be in 1…{longest}, or 0 for none"
+        )
     _check_memory(config, model)
     return source
 
 
 def _check_memory(config: EngineConfig, model: dict[str, Any]) -> None:
-    """Refuse a pool that could not hold the context in the smallest type that may be meant; the core knows exactly."""
+    """Refuse a pool that the machine does not have, or that could not hold the context in the smallest type that may be meant;
+    the core knows exactly."""
+    pool_bytes, most_bytes = config.kv_cache_memory_bytes, total_bytes()
+    if pool_bytes > most_bytes:
+        raise ConfigError(
+            f"kv-cache-memory-bytes {pool_bytes} is more than all the memory there is, {most_bytes} bytes"
+        )
     if model.get("sliding_window"):
         # Which layers keep less than everything is for who builds the model to say.
         return
     item_bytes = ITEM_BYTES.get(config.dtype, min(ITEM_BYTES.values()))
     token_bytes = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * item_bytes
     needed = token_bytes * max(config.max_model_len, config.block_size, 1)
-    if 0 < config.kv_cache_memory_bytes < needed:
+    if 0 < pool_bytes < needed:
         raise ConfigError(
-            f"kv-cache-memory-bytes {config.kv_cache_memory_bytes} is too little: {needed // token_bytes} tokens of this "
+            f"kv-cache-memory-bytes {pool_bytes} is too little: {needed // token_bytes} tokens of this "
             f"model take {needed} bytes"
         )

@@ -58,10 +58,13 @@ def measure_pool_bytes(config: EngineConfig, backend: Backend) -> int:
         max(0, pool_bytes) / MIB,
     )
     if left_bytes <= 0:
+        # The budget has to leave each sequence a token, so below that it is for the sequences to become fewer.
+        is_budget_enough = backend.profile(config.max_num_seqs, config.max_num_seqs) < available_bytes
         raise ConfigError(
             f"no memory is left for KV: of {available_bytes} bytes that gpu-memory-utilization "
-            f"{config.gpu_memory_utilization:g} allows, a step of {config.max_num_batched_tokens} tokens needs {peak_bytes}: "
-            "lower --max-num-batched-tokens or raise --gpu-memory-utilization"
+            f"{config.gpu_memory_utilization:g} allows, a step of {config.max_num_seqs} sequences (max-num-seqs) and "
+            f"{config.max_num_batched_tokens} tokens (max-num-batched-tokens) needs {peak_bytes}: lower "
+            f"{'--max-num-batched-tokens' if is_budget_enough else '--max-num-seqs'} or raise --gpu-memory-utilization"
         )
     return pool_bytes
 
