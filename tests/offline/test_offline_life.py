@@ -75,6 +75,8 @@ def test_closing_ends_the_process_and_later_calls_say_so(tiny: Path) -> None:
     assert not psutil.pid_exists(pid)
     with pytest.raises(InternalError, match="this LLM is closed"):
         llm.generate([1], GREEDY)
+    with pytest.raises(InternalError, match="this LLM is closed"):
+        llm.reset_prefix_cache()
 
 
 def test_the_last_reference_gone_ends_the_process(tiny: Path) -> None:
@@ -162,6 +164,17 @@ def test_a_dead_core_fails_what_runs_and_what_comes_after(tiny: Path, monkeypatc
         assert failed.value.outputs[0] is not None
         with pytest.raises(InternalError, match="the engine core died"):
             llm.generate([1], GREEDY)
+        with pytest.raises(InternalError, match="the engine core died"):
+            llm.reset_prefix_cache()
+
+
+def test_a_core_that_dies_while_it_resets_its_cache_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(tiny), **SETTINGS) as llm:
+        # The order never comes to its ears.
+        monkeypatch.setattr(llm._engine.generator._core, "send", lambda _: os.kill(core_pid(llm), signal.SIGKILL))
+        with pytest.raises(InternalError, match="the engine core died"):
+            llm.reset_prefix_cache()
+        monkeypatch.undo()
 
 
 def test_a_seed_makes_a_whole_program_repeat_itself(tiny: Path) -> None:

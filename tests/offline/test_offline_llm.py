@@ -73,6 +73,23 @@ def test_answers_of_one_prompt_share_its_prefill_and_differ(llm: LLM) -> None:
     assert again[0].num_cached_tokens == 64
 
 
+def test_a_reset_prefix_cache_finds_nothing_and_fills_again(llm: LLM) -> None:
+    prompt = [77] * 70
+    first, found = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
+    assert llm.reset_prefix_cache() is True
+    anew, again = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
+    assert [each.num_cached_tokens for each in (first, found, anew, again)] == [0, 64, 0, 64]
+    assert len({tuple(each.outputs[0].token_ids) for each in (first, found, anew, again)}) == 1
+
+
+def test_a_reset_that_cannot_be_done_is_refused(llm: LLM) -> None:
+    assert llm.reset_prefix_cache(reset_running_requests=True)
+    with pytest.raises(InvalidRequest, match="reset_connector: offline there is no KV tier"):
+        llm.reset_prefix_cache(reset_connector=True)
+    with pytest.raises(InvalidRequest, match="reset_running_requests must be True or False, got 'no'"):
+        llm.reset_prefix_cache(reset_running_requests="no")  # type: ignore[arg-type]
+
+
 def test_logprobs_are_in_vllms_form(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     [output] = llm.generate(TEXTS[0], params)

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from pdmesh.engine.core_client import CoreClient
-from pdmesh.engine.messages import Abort, AddRequest, CoreFailed, Stats, StepOutput
+from pdmesh.engine.messages import Abort, AddRequest, CoreFailed, PrefixCacheReset, Stats, StepOutput
+from pdmesh.engine.server.prefix_cache_reset import PrefixCacheResets
 from pdmesh.errors import InternalError, MeshError, from_code
 from pdmesh.openai.generator import BEAM_SEARCH, DIRECT, Generator, ModelCard, TokenRequest
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
@@ -42,6 +43,7 @@ class CoreGenerator(Generator):
         self._core_ids: dict[str, str] = {}
         self._numbers = itertools.count()
         self._failure: MeshError | None = None
+        self._resets = PrefixCacheResets(core)
         self.stats = Stats()
         """The core's latest gauges and counters."""
 
@@ -54,6 +56,8 @@ class CoreGenerator(Generator):
                     for delta in message.deltas:
                         self._deliver(delta)
                     self.stats = message.stats or self.stats
+                case PrefixCacheReset():
+                    self._resets.done(message)
                 case CoreFailed():
                     failure = from_code(message.code, message.message)
                 case _:
@@ -62,12 +66,19 @@ class CoreGenerator(Generator):
         self._failure = failure or InternalError(f"the engine core died: {await self._core.died()}")
         for running in self._running.values():
             running.deltas.put_nowait(None)
+        self._resets.fail(self._failure)
 
     async def card(self) -> ModelCard:
         return self._card
 
     async def healthy(self) -> bool:
         return self._failure is None
+
+    async def reset_prefix_cache(self) -> None:
+        """Return when nothing that was computed before can be found any more. Raises MeshError."""
+        if self._failure is not None:
+            raise self._failure
+        await self._resets.reset()
 
     async def generate(self, request: TokenRequest) -> AsyncIterator[ChoiceDelta]:
         running = self._submit(request)

@@ -83,6 +83,21 @@ class LLM:
             self._default_sampling = SamplingParams(**values)
         return self._default_sampling.clone()
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all prompts' KV, so that what comes next is computed anew; calls that run go on. Returns True, or raises.
+
+        `reset_running_requests` changes nothing, as the blocks of running requests are no obstacle here. Raises
+        InvalidRequest for `reset_connector`: offline there is no tier of KV that could be emptied.
+        """
+        for name, value in (("reset_running_requests", reset_running_requests), ("reset_connector", reset_connector)):
+            if not isinstance(value, bool):
+                raise InvalidRequest(f"{name} must be True or False, got {value!r}", param=name)
+        if reset_connector:
+            raise InvalidRequest("reset_connector: offline there is no KV tier to empty", param="reset_connector")
+        self._check_open()
+        self._background.run(self._engine.generator.reset_prefix_cache())
+        return True
+
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -199,14 +214,17 @@ class LLM:
     def _run(
         self, works: list[Work[ResultT]], on_done: Callable[[ResultT], None], *, limit: int | None = None
     ) -> list[ResultT]:
-        if not self._finalizer.alive:
-            raise InternalError("this LLM is closed")
+        self._check_open()
         results = self._background.run(self._runs.all(works, on_done, limit=limit))
         errors = {index: each for index, each in enumerate(results) if isinstance(each, MeshError)}
         finished = [None if isinstance(each, MeshError) else each for each in results]
         if not errors:
             return [each for each in finished if each is not None]
         raise errors[0] if len(works) == 1 else PromptsFailed(finished, errors)
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise InternalError("this LLM is closed")
 
     def _text(self, chat_template: str | None) -> TextModel:
         text = self._engine.text
