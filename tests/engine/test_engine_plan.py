@@ -45,9 +45,8 @@ def test_a_decode_step_costs_bytes_per_row_and_none_per_token_behind_it() -> Non
             core.add([*random_prompt(length), row], f"r{row}", max_tokens=3)
         core.run()
         sizes[length] = boundary.num_bytes[1:]
-    # Larger positions take a byte or two more.
-    assert max(sizes[150]) <= max(sizes[8]) + 4 * 4
-    assert max(sizes[8]) < 100
+    # Larger positions take a byte or two more, and a step may tell of one more block for each row.
+    assert max(sizes[150] + sizes[8]) < 4 * 20
 
 
 def test_results_survive_the_way_back() -> None:

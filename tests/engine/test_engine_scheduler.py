@@ -11,7 +11,7 @@ from pdmesh.engine.limits import Limits
 from pdmesh.engine.plan import NO_BLOCK, NO_TOKEN, StepResult
 from pdmesh.engine.scheduler import Schedule, Scheduler
 from pdmesh.engine.states import FINISH_REASON, TRANSITIONS, Event, IllegalEvent, State, after
-from pdmesh.protocol.messages import GroupBlocks, KVSource, TokenLogprobs
+from pdmesh.protocol.messages import GroupBlocks, KVSource, RepetitionDetection, TokenLogprobs
 from support.core_harness import make_add
 
 NEXT = 5
@@ -531,3 +531,16 @@ def test_fetching_leaves_a_block_for_each_that_runs() -> None:
         step(scheduler)
     assert scheduler.state.counters.num_preemptions == 0
     assert [pull.transfer_id for pull in scheduler.state.outbox.pulls] == ["c"]
+
+
+def test_repetition_is_not_looked_for_before_min_tokens() -> None:
+    scheduler = make_scheduler()
+    detection = RepetitionDetection(max_pattern_size=1, min_count=3)
+    add(scheduler, "a", 4, max_tokens=20, min_tokens=6, repetition_detection=detection)
+    add(scheduler, "b", 4, max_tokens=20, repetition_detection=detection)
+    for _ in range(8):
+        step(scheduler)
+    deltas = scheduler.state.outbox.deltas
+    num_tokens = {each: sum(len(d.token_ids) for d in deltas if d.request_id == each) for each in ("a", "b")}
+    assert num_tokens == {"a": 6, "b": 3}
+    assert {d.finish_reason for d in deltas if d.finish_reason} == {"repetition"}

@@ -90,17 +90,18 @@ class Progress:
         """Return how the sequence ends with the token just appended, or None."""
         request, num_tokens = sequence.request, len(sequence.tokens)
         sampling = request.sampling
-        if num_tokens - request.num_prompt >= sampling.min_tokens:
+        is_long_enough = num_tokens - request.num_prompt >= sampling.min_tokens
+        if is_long_enough:
             if not sampling.ignore_eos and token_id in self._eos:
                 return Event.STOPPED
             if sampling.stop_token_ids and token_id in sampling.stop_token_ids:
                 return Event.STOPPED
         if num_tokens >= sequence.end and self.is_at_end(request, num_tokens - request.num_prompt):
             return Event.LENGTH_REACHED
-        if sampling.repetition_detection is not None and ends_in_repetition(
-            sequence.tokens.view(request.num_prompt, num_tokens), sampling.repetition_detection
-        ):
-            return Event.REPEATED
+        if is_long_enough and sampling.repetition_detection is not None:
+            output = sequence.tokens.view(request.num_prompt, num_tokens)
+            if ends_in_repetition(output, sampling.repetition_detection):
+                return Event.REPEATED
         return Event.HANDED_OFF if request.prefill_only else None
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> None:
