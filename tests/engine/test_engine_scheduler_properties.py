@@ -192,3 +192,20 @@ def test_everything_is_in_exactly_one_place(kind: tuple[bool, bool, tuple[int, .
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_is_in_exactly_one_place_for_100_000_events(kind: tuple[bool, bool, tuple[int, ...]]) -> None:
     assert run_machine(kind, num_examples=200, num_steps=60, is_fixed=False) >= 100_000 // len(KINDS)
+
+
+def test_copies_of_a_step_that_crashed_are_not_trusted() -> None:
+    """Too rare for chance: a step makes copies for a choice that waits, and holds nobody of its request."""
+    world = World(WorldConfig(max_num_seqs=1, is_async=False))
+    first = world.add(Wish(prompt=list(range(2, 10)), source="tier"))
+    world.plan()
+    second = world.add(Wish(prompt=list(range(20, 26)), n=2, max_tokens=8))
+    world.plan()
+    world.end_step()
+    world.end_pull(f"t-{first}")
+    world.abort(second, 0)
+    world.plan(is_crashing=True)
+    assert world.under_way[0].schedule.plan.copies
+    world.end_step()
+    assert (second, 1) in world.open
+    world.finish()
