@@ -179,7 +179,7 @@ def test_killed_up_takes_everything_with_it(tmp_path: Path) -> None:
 
 
 def test_printed_commands_work_with_a_key_and_engines_that_cannot_pair_are_named(tmp_path: Path) -> None:
-    with up(tmp_path, "--api-key", "a-key,another", "--decode-args", "--block-size 7", "--no-kvcache") as mesh:
+    with up(tmp_path, "--api-key", "a-key,another", "--decode-args", "--block-size 8", "--no-kvcache") as mesh:
         printed = [line.strip() for line in mesh.output.splitlines() if "a-key" not in line]
         curl = next(line for line in printed if line.startswith("curl "))
         chat = next(line for line in printed if " chat" in line)
@@ -188,7 +188,7 @@ def test_printed_commands_work_with_a_key_and_engines_that_cannot_pair_are_named
             assert done.returncode == 0, (command, done.stderr)
             assert "Unauthorized" not in done.stdout
         (warning,) = [line for line in printed if line.startswith("warning: ")]
-        assert "prefill-1 cannot hand over to decode-1: block size 32 and 7 differ" in warning
+        assert "prefill-1 cannot hand over to decode-1: block size 32 and 8 differ" in warning
         done = subprocess.run(
             [sys.executable, "-m", "pdmesh", "complete", "One, two,", "--url", f"{mesh.url}/v1", "--max-tokens", "4"],
             env=os.environ | {"PDMESH_API_KEY": "a-key,another"},

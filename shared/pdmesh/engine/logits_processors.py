@@ -173,7 +173,8 @@ def _checked(name: str, value: object) -> type[LogitsProcessor]:
 
 
 def _told(exc: BaseException) -> str:
-    return _plain(f"{type(exc).__name__}: {exc}")
+    text = str(exc)
+    return _plain(f"{type(exc).__name__}: {text}" if text else type(exc).__name__)
 
 
 def _plain(text: object) -> str:
