@@ -268,7 +268,6 @@ class World:
                     self.release_offer(offer_id)
         assert not self.open, f"not ended: {sorted(self.open)}, offers {list(self.offers)}, pulls {list(self.pulls)}"
         assert not self.unsettled, "a source was not settled"
-        assert not self.pulls
         assert self.state.kv.num_used == 0
         assert not self.state.requests
 
@@ -304,6 +303,9 @@ class World:
         assert [each.row for each in schedule.sequences] == plan.rows
         if self.limits.long_prefill_token_threshold and not self.limits.is_threshold_adaptive and not is_alone:
             assert max(plan.counts, default=0) <= self.limits.long_prefill_token_threshold
+        if self.limits.max_num_partial_prefills:
+            partial = sum(each.num_planned + 1 < each.num_tokens for each in self.state.running)
+            assert partial <= self.limits.max_num_partial_prefills, "too many prompts are computed in part"
         holders = Counter(
             block
             for request in self.state.requests.values()
