@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pdmesh.config import EngineConfig, HttpConfig, load_config
+from pdmesh.config import EngineConfig, HttpConfig, load_config, unknown_variables
 from pdmesh.config.vllm_flags import FOREIGN_FLAGS, explain_foreign
 from pdmesh.errors import ConfigError
 
@@ -37,6 +38,11 @@ def refused(*argv: str, environ: dict[str, str] | None = None) -> str:
         ("--no-enable-prefix-caching --prefix-caching-hash-seed 7", ["'7'", "no-enable-prefix-caching"]),
         ("--reasoning-start-str <think>", ["reasoning-end-str is empty"]),
         ("--reasoning-end-str </think>", ["reasoning-start-str is empty"]),
+        (
+            "--reasoning-start-str <think> --reasoning-end-str <think>",
+            ["reasoning-start-str", "both '<think>'", "differ"],
+        ),
+        ("--enable-prefix-caching=false", ["--no-enable-prefix-caching", "take no value; got 'false'"]),
         ("--max-num-queued-reqs 0", ["max-num-queued-reqs", "greater than or equal to 1", "'0'"]),
         ("--max-num-batched-tokens -1", ["max-num-batched-tokens", "greater than or equal to 0", "'-1'"]),
         ("--stream-interval 0", ["stream-interval", "greater than or equal to 1"]),
@@ -102,6 +108,11 @@ def test_sizes_may_have_units_as_in_vllm(text: str, value: int) -> None:
         ),
         (["--swap_space=4"], "swap-space is a flag of vLLM's"),
         (["--no-enforce-eager"], "no-enforce-eager is a flag of vLLM's"),
+        (["--data-parallel-rank", "1"], "data-parallel-rank is a flag of vLLM's that is not here: an engine has one"),
+        (["--no-kv-cache-metrics"], "no-kv-cache-metrics is a flag of vLLM's that is not here: what is measured"),
+        (["--max-long-partial-prefills", "1"], "see max-num-partial-prefills"),
+        (["--logits-processor-pattern", "x"], "see logits-processors"),
+        (["--attention-backend", "x"], "see backend"),
         (["--disable-log-stats"], "statistics are a line every ten seconds"),
         (["--tensor-parallel-size", "2"], "one device"),
         (["--max-num-seqs", "4", "--speculative-config", "{}"], "speculative decoding is not supported yet"),
@@ -111,8 +122,27 @@ def test_flags_of_vllm_that_are_not_here_are_explained(argv: list[str], words: s
     assert words in refused(*argv)
 
 
+def test_variables_and_keys_of_vllms_are_explained_like_its_flags(tmp_path: Path) -> None:
+    [line] = unknown_variables(EngineConfig, ["PDMESH_SWAP_SPACE", "PDMESH_MAX_NUM_SEQS"])
+    assert line.startswith("environment variable PDMESH_SWAP_SPACE means nothing here: swap-space is a flag of vLLM's")
+    file = tmp_path / "engine.toml"
+    file.write_text("swap_space = 4\n")
+    assert "swap-space is a flag of vLLM's that is not here" in refused("--config", str(file))
+
+
+@pytest.mark.parametrize("text", ["max_num_seqs = true", "watermark = false", "kv_cache_memory_bytes = true"])
+def test_a_boolean_is_no_number(text: str, tmp_path: Path) -> None:
+    """`max_num_seqs = true` was an engine with one row."""
+    file = tmp_path / "engine.toml"
+    file.write_text(f"{text}\n")
+    message = refused("--config", str(file))
+    assert message == f"{text.split()[0].replace('_', '-')}: must be a number, got {text.split()[-1]}"
+
+
 def test_no_explained_flag_is_one_that_exists() -> None:
     assert not {name.replace("-", "_") for name in FOREIGN_FLAGS} & set(EngineConfig.model_fields)
+    for name in EngineConfig.model_fields:
+        assert explain_foreign([f"--{name}"], []) == "", "the beginning of a setting of ours is taken for vLLM's"
     assert explain_foreign(["--seed", "1"], ["seed"]) == ""
 
 

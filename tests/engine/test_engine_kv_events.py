@@ -203,6 +203,7 @@ ON = {"enable_kv_cache_events": True}
         (ON | {"replay_endpoint": "tcp://0.0.0.0:5558"}, ["replay_endpoint", "tcp://*:5558"]),
         (ON | {"replay_endpoint": "tcp://*:5557"}, ["endpoint and replay_endpoint", "5557"]),
         ({"publisher": "zmq"}, ["enable_kv_cache_events is false"]),
+        ({"topic": "x"}, ["topic has no use without enable_kv_cache_events"]),
     ],
 )
 def test_bad_settings_are_one_line_that_names_key_value_and_range(values: Any, told: list[str]) -> None:

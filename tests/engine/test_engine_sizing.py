@@ -238,6 +238,10 @@ def test_resolved_numbers_are_checked_like_configured_ones(caplog: pytest.LogCap
     caplog.set_level(logging.INFO)
     check_batch(EngineConfig(max_num_seqs=8), H100, offline=True, max_model_len=1 << 20)
     assert not caplog.records
+    both = EngineConfig(performance_mode="throughput", max_num_seqs=8, max_num_batched_tokens=9)
+    resolve_batch(both, H100, offline=True, max_model_len=1 << 20)
+    assert "performance-mode throughput is not used" in caplog.text
+    caplog.clear()
     resolve_batch(EngineConfig(max_num_seqs=8), H100, offline=True, max_model_len=1 << 20)
     assert "steps of up to 8 sequences (max-num-seqs) and 16384 tokens (max-num-batched-tokens, default)" in caplog.text
     assert len(caplog.records) == 1

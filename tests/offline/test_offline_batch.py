@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import io
 import json
 import os
@@ -22,6 +24,7 @@ from pdmesh.errors import ConfigError, InternalError, MeshError
 from pdmesh.models.source import DEMO_MODEL
 from pdmesh.offline.batch import command as batch_command
 from pdmesh.offline.batch import main
+from pdmesh.offline.batch.output import BatchOutput
 from pdmesh.offline.engine import OfflineEngine
 from pdmesh.openai.text import TextModel, load_text_model
 from support.api_server import make_app, serve_in_thread
@@ -149,11 +152,16 @@ def test_answers_keep_the_inputs_order_though_they_come_in_another(batch: Batch)
 @pytest.mark.parametrize(("limit", "most"), [("1", 1), ("3", 3)])
 def test_no_more_lines_run_at_once_than_allowed(batch: Batch, limit: str, most: int) -> None:
     running: list[int] = []
+    is_full = asyncio.Event()
     generate = batch.generator.generate
 
     async def watched(request: Any) -> Any:
         async for delta in generate(request):
             running.append(batch.generator.num_running)
+            # None ends before as many run as may; what more there would be comes meanwhile.
+            if batch.generator.num_running == most:
+                is_full.set()
+            await is_full.wait()
             yield delta
 
     batch.generator.generate = watched  # type: ignore[method-assign, assignment]
@@ -277,3 +285,69 @@ def wait_for_line(path: Path) -> None:
     while not path.exists() or not path.read_bytes().endswith(b"\n"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_line_nested_too_deeply_is_answered_like_any_other(batch: Batch) -> None:
+    """It ended the run, and every run after it."""
+    deep = (
+        '{"custom_id": "deep", "method": "POST", "url": "/v1/completions", "body": '
+        + "[" * 100_000
+        + "]" * 100_000
+        + "}"
+    )
+    first, second, third = batch.run([line("a"), deep, line("b")])
+    assert [each["response"]["status_code"] for each in (first, second, third)] == [200, 400, 200]
+    assert second["error"]["message"] == "line 2 is nested too deeply"
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_line(batch: Batch) -> None:
+    answers = batch.run(["\ufeff" + json.dumps(line("a")), line("b")])
+    assert [(each["custom_id"], each["response"]["status_code"]) for each in answers] == [("a", 200), ("b", 200)]
+
+
+class FullDisk(io.BytesIO):
+    """Takes so many bytes and no more."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+@pytest.mark.parametrize("room", [0, 1500])
+def test_a_full_disk_is_one_line_that_names_the_file(
+    batch: Batch, room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entered = BatchOutput.__enter__
+
+    def enter(output: BatchOutput) -> BatchOutput:
+        entered(output)
+        output._file.close()
+        output._file = FullDisk(room)
+        return output
+
+    monkeypatch.setattr(BatchOutput, "__enter__", enter)
+    with pytest.raises(
+        InternalError, match=r"output-file: .*out.jsonl.partial cannot be written \(No space left on device\)"
+    ):
+        batch.run([line(str(number)) for number in range(20)])
+    assert ("go on from it with --resume" if room else "nothing was answered") in capsys.readouterr().err
+
+
+def test_a_disk_that_does_not_take_the_whole_is_told_and_leaves_the_answers(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fsync(fd: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(InternalError, match=r"output-file: .*out.jsonl cannot be written \(Disk quota exceeded\)"):
+        batch.run([line("a")])
+    assert "go on from it with --resume" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert [each["custom_id"] for each in batch.answers(batch.partial)] == ["a"]
+    assert not batch.output.exists()

@@ -177,6 +177,28 @@ def test_a_core_that_dies_while_it_resets_its_cache_is_told(tiny: Path, monkeypa
         monkeypatch.undo()
 
 
+def test_a_forked_child_is_told_that_the_engine_is_its_parents(tiny: Path) -> None:
+    """It waited for a thread that a fork does not copy."""
+    done = run_script(
+        tiny,
+        """
+        import os
+        child = os.fork()
+        if not child:
+            try:
+                llm.generate([5], SamplingParams(max_tokens=3))
+            except Exception as exc:
+                print(type(exc).__name__, exc, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(len(llm.generate([5], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))
+        """,
+    )
+    told, num_tokens = done.stdout.splitlines()
+    assert told.startswith("InternalError this LLM belongs to process ")
+    assert num_tokens == "3"
+
+
 def test_a_seed_makes_a_whole_program_repeat_itself(tiny: Path) -> None:
     drawn: list[Any] = []
     for _ in range(2):

@@ -15,7 +15,7 @@ import torch
 
 from pdmesh import LLM, SamplingParams
 from pdmesh.errors import ConfigError, InvalidRequest
-from pdmesh.offline import PromptsFailed, RepetitionDetectionParams, RequestOutput
+from pdmesh.offline import PromptsFailed, RepetitionDetectionParams, RequestOutput, runs
 from pdmesh.offline.prompts import read_prompts
 from support.offline import SETTINGS
 
@@ -80,6 +80,62 @@ def test_a_reset_prefix_cache_finds_nothing_and_fills_again(llm: LLM) -> None:
     anew, again = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
     assert [each.num_cached_tokens for each in (first, found, anew, again)] == [0, 64, 0, 64]
     assert len({tuple(each.outputs[0].token_ids) for each in (first, found, anew, again)}) == 1
+
+
+@pytest.mark.parametrize("priority", [1.5, True, "x", [1.5, 0], [0, True], ["x", 0], [1 << 63, 0]])
+def test_a_priority_that_is_no_integer_is_refused(llm: LLM, priority: Any) -> None:
+    """The core dropped such a request, and the call never returned."""
+    with pytest.raises(InvalidRequest, match="priority"):
+        llm.generate(TEXTS[:2], GREEDY, priority=priority)
+
+
+def test_a_request_that_the_core_cannot_read_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever check is missing before it."""
+    monkeypatch.setattr("pdmesh.offline.llm.check_integer", lambda *_: None)
+    with pytest.raises(PromptsFailed) as failed:
+        llm.generate(TEXTS[:2], GREEDY, priority=[1.5, 0])
+    assert list(failed.value.errors) == [0]
+    assert "cannot be sent to the engine: Expected `int`, got `float`" in failed.value.errors[0].message
+    assert failed.value.outputs[1] is not None
+
+
+def test_half_a_surrogate_pair_fails_its_prompt_alone(llm: LLM) -> None:
+    """The other prompts' answers were lost with it."""
+    with pytest.raises(PromptsFailed) as failed:
+        llm.generate(["ok", "\ud800", "ok2"], GREEDY)
+    assert [output is not None for output in failed.value.outputs] == [True, False, True]
+    assert "prompt holds the lone surrogate '\\ud800'" in failed.value.errors[1].message
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        llm.chat([{"role": "user", "content": "\udfff"}], GREEDY)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SamplingParams(stop=["\ud800"]),
+        lambda: SamplingParams(bad_words=["\ud800"]),
+        lambda: SamplingParams(extra_args={"a": ["\ud800"]}),
+        lambda: read_prompts({"prompt": "x", "cache_salt": "\ud800"}),
+    ],
+)
+def test_half_a_surrogate_pair_in_a_parameter_is_refused(make: Any) -> None:
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        make()
+
+
+def test_a_prompt_that_makes_the_program_fail_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = runs.check_prompt
+
+    def fail(token_ids: list[int], card: Any) -> None:
+        if token_ids == [66]:
+            raise KeyError("a bug")
+        check(token_ids, card)
+
+    monkeypatch.setattr(runs, "check_prompt", fail)
+    with pytest.raises(PromptsFailed) as failed:
+        llm.generate([[65], [66]], GREEDY)
+    assert "this prompt made the program fail: KeyError" in failed.value.errors[1].message
+    assert failed.value.outputs[0] is not None
 
 
 def test_a_reset_that_cannot_be_done_is_refused(llm: LLM) -> None:

@@ -47,7 +47,8 @@ def load_config(
     try:
         flags = vars(parser.parse_args(argv))
     except argparse.ArgumentError as exc:
-        raise ConfigError(f"{prog}: {exc}") from exc
+        message = str(exc).replace("ignored explicit argument", "these take no value; got")
+        raise ConfigError(f"{prog}: {message}") from exc
     given = flags.pop(_POSITIONAL, None)
     if positional and given is not None:
         flags[positional] = flags[positional] or given
@@ -69,7 +70,8 @@ def variable(name: str) -> str:
 
 
 def unknown_variables(cls: type[Settings], environ: Iterable[str] | None = None) -> list[str]:
-    """One line for each PDMESH_ variable of `environ` (default os.environ) that looks like a misspelt setting of `cls`.
+    """One line for each PDMESH_ variable of `environ` (default os.environ) that looks like a misspelt setting of `cls`, or
+    is a setting of vLLM's that is not here.
 
     Others are left alone: they may belong to another service that is started from the same environment.
     """
@@ -77,6 +79,9 @@ def unknown_variables(cls: type[Settings], environ: Iterable[str] | None = None)
     known = ["CONFIG", *map(str.upper, cls.model_fields)]
     lines = []
     for name in sorted(name.removeprefix(ENV_PREFIX) for name in given if name.startswith(ENV_PREFIX)):
+        if foreign := explain_foreign([f"--{name.lower()}"], cls.model_fields):
+            lines.append(f"environment variable {ENV_PREFIX}{name} means nothing here: {foreign}")
+            continue
         near = [] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=NAME_CUTOFF)
         if near:
             lines.append(f"environment variable {ENV_PREFIX}{name} means nothing here; is it {ENV_PREFIX}{near[0]}?")
@@ -135,6 +140,8 @@ def _from_toml(cls: type[Settings], path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise ConfigError(f"config file {path} cannot be read: {exc}") from exc
     unknown = sorted(set(values) - set(cls.model_fields))
+    if foreign := explain_foreign([f"--{name}" for name in unknown], cls.model_fields):
+        raise ConfigError(f"config file {path}: {foreign}")
     if unknown:
         raise ConfigError(
             f"config file {path}: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(cls.model_fields))}"

@@ -30,6 +30,16 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_booleans(cls, values: Any) -> Any:
+        """Of a number, `true` would be 1."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field is not None and field.annotation in (int, float):
+                raise ValueError(f"{name.replace('_', '-')}: must be a number, got {str(value).lower()}")
+        return values
+
 
 class ServiceConfig(Settings):
     """What every service has."""
@@ -87,5 +97,10 @@ class HttpConfig(Settings):
             lacking = "reasoning-end-str" if self.reasoning_start_str else "reasoning-start-str"
             raise ValueError(
                 f"{lacking} is empty: a thinking section needs both reasoning-start-str and reasoning-end-str"
+            )
+        if self.reasoning_start_str and self.reasoning_start_str == self.reasoning_end_str:
+            raise ValueError(
+                f"reasoning-start-str and reasoning-end-str are both {self.reasoning_start_str!r}: what opens a thinking "
+                "section must differ from what closes it"
             )
         return self

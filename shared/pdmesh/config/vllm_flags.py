@@ -9,6 +9,7 @@ _NO_ADAPTERS = f"LoRA {_NOT_YET}"
 _NO_DRAFTS = f"speculative decoding {_NOT_YET}"
 _NO_PARSERS = f"tool and reasoning parsers are {_NOT_YET.removeprefix('is ')}"
 _PLAIN_WEIGHTS = f"quantised weights are read from GGUF files only; another scheme {_NOT_YET}"
+_BACKENDS_OWN = "kernels are the backend's own choice; see backend"
 _OLD_ENGINE = "belongs to vLLM before V1"
 
 FOREIGN_FLAGS: dict[str, str] = {
@@ -78,8 +79,65 @@ FOREIGN_FLAGS: dict[str, str] = {
     "ssl-keyfile": "TLS ends at what stands before the proxy",
     "ssl-certfile": "TLS ends at what stands before the proxy",
     "max-parallel-loading-workers": "weights are mapped, not copied",
+    "max-long-partial-prefills": f"{_OLD_ENGINE}: see max-num-partial-prefills and long-prefill-token-threshold",
+    "logits-processor-pattern": f"{_OLD_ENGINE}: see logits-processors",
+    "disable-cascade-attn": _BACKENDS_OWN,
+    "disable-sliding-window": "sliding-window layers are computed as the model has them",
+    "enable-sleep-mode": "an engine does not sleep; one that is not needed is stopped",
+    "prefill-context-parallel-size": _ONE_DEVICE,
+    "device-memory-utilization": "see gpu-memory-utilization",
+    "logprobs-mode": "log-probabilities are the model's own, before any edit (raw_logprobs)",
+    "shutdown-timeout": "see drain-timeout-s",
+    "model-impl": "models are written here, not taken from transformers",
+    "skip-tokenizer-init": "the tokenizer is the model's own",
+    "return-sampling-mask": f"telling which tokens could be sampled {_NOT_YET}",
+    "enable-prompt-embeds": f"prompts as embeddings: that {_NOT_YET}",
 }
 """Flag to the rest of the sentence; where pdmesh has a setting of that name the setting wins."""
+
+_FAMILIES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        (
+            "data-parallel",
+            "all2all",
+            "cp-",
+            "dcp-",
+            "dbo-",
+            "enable-dbo",
+            "ubatch",
+            "dp-",
+            "nnodes",
+            "node-rank",
+            "master-",
+        ),
+        _ONE_DEVICE,
+    ),
+    (
+        ("eplb", "enable-eplb", "expert-", "enable-ep-", "elastic-ep", "enable-elastic", "numa-", "ray-", "device-ids"),
+        _ONE_DEVICE,
+    ),
+    (
+        ("mm-", "enable-mm", "interleave-mm", "media-", "allowed-media", "allowed-local-media", "video-"),
+        "the served models read text only",
+    ),
+    (("mamba-", "enable-mamba", "gdn-", "kda-"), f"models with recurrent layers: serving them {_NOT_YET}"),
+    (("lora-", "default-mm-loras", "fully-sharded-loras", "max-cpu-loras", "specialize-active-lora"), _NO_ADAPTERS),
+    (("spec-", "per-request-spec"), _NO_DRAFTS),
+    (("attention-", "moe-backend", "linear-backend", "kernel-", "sparse-indexer"), _BACKENDS_OWN),
+    (("cudagraph-", "max-cudagraph", "jit-monitor"), _NO_GRAPHS),
+    (("offload-", "cpu-offload"), f"weights on another device than the model's: that {_NOT_YET}"),
+    (
+        ("kv-cache-metrics", "otlp-", "collect-detailed", "profiler-", "show-hidden-metrics"),
+        "what is measured is at GET /metrics",
+    ),
+    (
+        ("revision", "code-revision", "tokenizer-revision", "hf-", "download-dir", "ignore-patterns"),
+        "see model: a directory, or an id of the hub",
+    ),
+    (("pooler-",), "models generate; pooling models are not served"),
+    (("sleep-",), "an engine does not sleep; one that is not needed is stopped"),
+)
+"""Beginnings of further flags, with the same kind of rest; the table above comes first."""
 
 
 def explain_foreign(argv: Iterable[str], known: Iterable[str]) -> str:
@@ -93,6 +151,13 @@ def explain_foreign(argv: Iterable[str], known: Iterable[str]) -> str:
             continue
         flag = given.removeprefix("--").partition("=")[0].replace("_", "-")
         name = flag.removeprefix("no-")
-        if name in FOREIGN_FLAGS and name not in ours:
-            return f"{flag} is a flag of vLLM's that is not here: {FOREIGN_FLAGS[name]}"
+        reason = "" if name in ours else _reason(name)
+        if reason:
+            return f"{flag} is a flag of vLLM's that is not here: {reason}"
     return ""
+
+
+def _reason(name: str) -> str:
+    if name in FOREIGN_FLAGS:
+        return FOREIGN_FLAGS[name]
+    return next((reason for beginnings, reason in _FAMILIES if name.startswith(beginnings)), "")

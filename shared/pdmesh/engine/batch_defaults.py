@@ -55,6 +55,11 @@ def resolve_batch(config: EngineConfig, device: DeviceInfo, *, offline: bool, ma
     Raises ConfigError when the settings around them contradict what they became.
     """
     resolved = check_batch(config, device, offline=offline, max_model_len=max_model_len)
+    if config.performance_mode != "balanced" and config.max_num_seqs and config.max_num_batched_tokens:
+        log.info(
+            "performance-mode %s is not used: max-num-seqs and max-num-batched-tokens are both given",
+            config.performance_mode,
+        )
     log.info(
         "steps of up to %d sequences (max-num-seqs%s) and %d tokens (max-num-batched-tokens%s) on %s, performance mode %s",
         resolved.max_num_seqs,

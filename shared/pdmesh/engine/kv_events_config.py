@@ -188,6 +188,11 @@ def _check_together(config: EngineConfig, settings: KVEventsConfig) -> None:
             raise ConfigError(f"{SETTING}: {key} {value!r} is connected to, so its port must be in 1…65535")
     if settings.endpoint == settings.replay_endpoint and not settings.endpoint.endswith(":0"):
         raise ConfigError(f"{SETTING}: endpoint and replay_endpoint are both {settings.endpoint!r}; each needs its own")
+    given = sorted(settings.model_fields_set - {"publisher"})
+    if given and "enable_kv_cache_events" not in given:
+        raise ConfigError(
+            f"{SETTING}: {given[0]} has no use without enable_kv_cache_events, which is false unless given"
+        )
     if settings.publisher == "zmq" and not settings.enable_kv_cache_events:
         raise ConfigError(f"{SETTING}: publisher 'zmq' has nothing to publish while enable_kv_cache_events is false")
     if settings.is_on and not config.enable_prefix_caching:

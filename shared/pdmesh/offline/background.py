@@ -37,8 +37,14 @@ class BackgroundLoop:
     def run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Run to the end and return the result, or raise its error.
 
-        What interrupts the wait, such as Ctrl-C, cancels the coroutine and is raised once that has cleaned up.
+        What interrupts the wait, such as Ctrl-C, cancels the coroutine and is raised once that has cleaned up. Raises
+        InternalError in a forked child, where the thread that would run it is not.
         """
+        if self._pid != os.getpid():
+            coroutine.close()
+            raise InternalError(
+                f"this LLM belongs to process {self._pid}; a process forked from that must make its own"
+            )
         ended = threading.Event()
         tasks: list[asyncio.Task[ResultT]] = []
 

@@ -6,10 +6,21 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdmesh.engine.core_client import CoreClient
-from pdmesh.engine.messages import Abort, AddRequest, CoreFailed, PrefixCacheReset, Stats, StepOutput
+from pdmesh.engine.messages import (
+    Abort,
+    AddRequest,
+    CoreFailed,
+    PrefixCacheReset,
+    Stats,
+    StepOutput,
+    encode,
+    to_core_decoder,
+)
 from pdmesh.engine.server.prefix_cache_reset import PrefixCacheResets
-from pdmesh.errors import InternalError, MeshError, from_code
+from pdmesh.errors import InternalError, InvalidRequest, MeshError, from_code
 from pdmesh.openai.generator import BEAM_SEARCH, DIRECT, Generator, ModelCard, TokenRequest
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
 
@@ -118,19 +129,19 @@ class CoreGenerator(Generator):
         choices = list(range(request.sampling.n))
         running = _Running(f"{request.request_id}#{next(self._numbers)}", set(choices))
         request.trace.decode, request.trace.reason = ENGINE_ID, BEAM_SEARCH if request.beam_search else DIRECT
-        self._core.send(
-            AddRequest(
-                request=GenerateRequest(
-                    request_id=running.core_id,
-                    token_ids=request.token_ids,
-                    sampling=request.sampling,
-                    choices=choices,
-                    cache_salt=request.cache_salt,
-                    priority=request.priority,
-                    deadline_s=request.deadline_s,
-                )
+        add = AddRequest(
+            request=GenerateRequest(
+                request_id=running.core_id,
+                token_ids=request.token_ids,
+                sampling=request.sampling,
+                choices=choices,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+                deadline_s=request.deadline_s,
             )
         )
+        _check_readable(add)
+        self._core.send(add)
         return running
 
     def _deliver(self, delta: ChoiceDelta) -> None:
@@ -138,3 +149,11 @@ class CoreGenerator(Generator):
         # Of what was aborted, tokens may have been on the way.
         if running is not None:
             running.deltas.put_nowait(delta)
+
+
+def _check_readable(add: AddRequest) -> None:
+    """Raise InvalidRequest for what the core could not decode: it would be dropped there, and never answered."""
+    try:
+        to_core_decoder.decode(encode(add))
+    except (msgspec.MsgspecError, UnicodeError, TypeError, OverflowError) as exc:
+        raise InvalidRequest(f"the request cannot be sent to the engine: {exc}") from exc

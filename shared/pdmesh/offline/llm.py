@@ -18,7 +18,7 @@ from pdmesh.offline.outputs import BeamSearchOutput, PromptsFailed, RequestOutpu
 from pdmesh.offline.progress import ProgressBar
 from pdmesh.offline.prompts import GivenPrompt, PromptType, per_prompt, read_prompts
 from pdmesh.offline.runs import Runs, Work, generate
-from pdmesh.offline.sampling_params import BeamSearchParams, Resolved, SamplingParams, resolve
+from pdmesh.offline.sampling_params import BeamSearchParams, Resolved, SamplingParams, check_integer, resolve
 from pdmesh.openai.intake.prompts import Prompt
 from pdmesh.openai.intake.sampling import Limits, check_int64
 from pdmesh.openai.intake.thinking import thinking_tokens
@@ -42,6 +42,8 @@ class LLM:
     def __init__(self, model: str, *, seed: int | None = None, **options: Any) -> None:
         """`seed`: where seeds of prompts without one come from, so that a whole program repeats itself."""
         self.config = engine_config(model, options)
+        if seed is not None:
+            check_integer("seed", seed)
         self._seeds = None if seed is None else random.Random(check_int64("seed", seed))
         self._default_sampling: SamplingParams | None = None
         self._background = BackgroundLoop()
@@ -162,10 +164,14 @@ class LLM:
 
         `concurrency_limit`: most prompts searched at the same time.
         """
-        if concurrency_limit is not None and concurrency_limit < 1:
-            raise InvalidRequest(
-                f"concurrency_limit must be at least 1, got {concurrency_limit}", param="concurrency_limit"
-            )
+        if concurrency_limit is not None:
+            check_integer("concurrency_limit", concurrency_limit)
+            if concurrency_limit < 1:
+                raise InvalidRequest(
+                    f"concurrency_limit must be at least 1, got {concurrency_limit}", param="concurrency_limit"
+                )
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
 
         def work(given: GivenPrompt) -> Work[BeamSearchOutput]:
             return Work(
@@ -193,6 +199,7 @@ class LLM:
             def do(request_id: str, tokenised: Prompt) -> Any:
                 return generate(self._engine, request_id, tokenised, own, cache_salt=prompt.cache_salt, priority=rank)
 
+            check_integer("priority", rank)
             return Work(prompt=prompt, do=do, priority=check_int64("priority", rank))
 
         works = [work(*each) for each in zip(prompts, resolved, priorities, strict=True)]

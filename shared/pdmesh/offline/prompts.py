@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, TypeVar
 
+import msgspec
+
 from pdmesh.errors import InvalidRequest
 from pdmesh.openai.intake.identity import check_salt, narrow_salt
 
@@ -58,6 +60,19 @@ def per_prompt(name: str, value: ItemT | Sequence[ItemT], num_prompts: int) -> l
     return list(value)
 
 
+def check_text(name: str, value: Any) -> None:
+    """Raise InvalidRequest for a string in `value`, however deep, that is no text as it holds half a surrogate pair."""
+    try:
+        msgspec.msgpack.encode(value)
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(
+            f"{name} holds the lone surrogate {exc.object[exc.start]!r}, which cannot be encoded", param=name
+        ) from exc
+    except (TypeError, OverflowError, RecursionError):
+        # What is no text is for others to judge.
+        return
+
+
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(type(item) is int for item in value)
 
@@ -87,6 +102,7 @@ def _read_dictionary(prompt: dict[str, Any], where: str) -> GivenPrompt:
         raise InvalidRequest(f"{where}['prompt'] must be text, got {type(text).__name__}", param=where)
     if token_ids is not None and not (_is_ids(token_ids) or token_ids == []):
         raise InvalidRequest(f"{where}['prompt_token_ids'] must be a list of integers", param=where)
+    check_text(f"{where}['cache_salt']", prompt.get("cache_salt"))
     salt = check_salt(prompt.get("cache_salt"))
     return GivenPrompt(
         text=text,

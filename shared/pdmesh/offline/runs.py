@@ -2,15 +2,16 @@
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pdmesh.errors import MeshError
+from pdmesh.errors import InternalError, MeshError
 from pdmesh.offline.engine import OfflineEngine
 from pdmesh.offline.outputs import CompletionOutput, LogprobsOnePosition, RequestOutput, one_position
-from pdmesh.offline.prompts import GivenPrompt
+from pdmesh.offline.prompts import GivenPrompt, check_text
 from pdmesh.offline.sampling_params import Resolved
 from pdmesh.openai.generator import TokenRequest
 from pdmesh.openai.intake.prompts import Prompt, check_prompt, encode_texts
@@ -19,6 +20,8 @@ from pdmesh.openai.run.answer import AnswerRun
 from pdmesh.openai.run.choice import ChoiceUpdate
 from pdmesh.openai.run.logprobs import LogprobSpeller
 from pdmesh.protocol.messages import TokenLogprobs
+
+log = logging.getLogger(__name__)
 
 # Enough that the engine always has a full batch and more to choose from; the rest waits as text.
 MIN_AT_ONCE = 2048
@@ -59,8 +62,8 @@ class Runs:
         async def run(index: int, prompt: Prompt) -> None:
             try:
                 result = await works[index].do(str(next(self._ids)), prompt)
-            except MeshError as exc:
-                results[index] = exc
+            except Exception as exc:
+                results[index] = _failure(exc)
             else:
                 results[index] = result
                 on_done(result)
@@ -72,8 +75,8 @@ class Runs:
                 await slots.acquire()
                 try:
                     prompt = await self._tokenise(works[index].prompt)
-                except MeshError as exc:
-                    results[index] = exc
+                except Exception as exc:  # whatever a prompt holds, the others go on
+                    results[index] = _failure(exc)
                     slots.release()
                 else:
                     tasks.create_task(run(index, prompt))
@@ -87,6 +90,7 @@ class Runs:
 
     async def _tokenise(self, given: GivenPrompt) -> Prompt:
         token_ids = given.token_ids
+        check_text("prompt", given.text)
         if token_ids is None:
             [token_ids] = await encode_texts(
                 [given.text or ""],
@@ -97,6 +101,14 @@ class Runs:
             )
         check_prompt(token_ids, self._engine.card)
         return Prompt(token_ids=token_ids, text=given.text)
+
+
+def _failure(exc: Exception) -> MeshError:
+    """What one prompt failed of."""
+    if isinstance(exc, MeshError):
+        return exc
+    log.error("a prompt made the program fail", exc_info=exc)
+    return InternalError(f"this prompt made the program fail: {type(exc).__name__}: {exc}")
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer, models
 
 from pdmesh.errors import InvalidRequest
+from pdmesh.offline.prompts import check_text
 from pdmesh.openai.generator import ModelCard
 from pdmesh.openai.intake.beam import check_beam_width, check_length_penalty
 from pdmesh.openai.intake.prompts import resolve_max_tokens
@@ -101,6 +102,8 @@ class BeamSearchParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        check_integer("beam_width", self.beam_width)
+        check_integer("max_tokens", self.max_tokens)
         check_beam_width("beam_width", self.beam_width)
         check_length_penalty(self.length_penalty)
         if self.max_tokens < 1:
@@ -133,6 +136,12 @@ class Resolved:
             zero_allowed=self.params.prompt_logprobs is not None,
         )
         return for_prompt(self.sampling, self.body, max_tokens)
+
+
+def check_integer(name: str, value: object) -> None:
+    """Raise InvalidRequest for what is no int: a bool and a float are not."""
+    if type(value) is not int:
+        raise InvalidRequest(f"{name} must be an integer, got {value!r}", param=name)
 
 
 def resolve(params: SamplingParams, *, text: TextModel, limits: Limits) -> Resolved:
@@ -173,6 +182,8 @@ def _body(params: SamplingParams) -> GenerationBody:
     values["vllm_xargs"] = values.pop("extra_args")
     if params.logit_bias is not None:
         values["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+    for name in ("stop", "bad_words", "extra_args"):
+        check_text(name, getattr(params, name))
     refuse_unsupported(values)
     try:
         return GenerationBody(**values)

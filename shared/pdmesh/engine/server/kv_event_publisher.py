@@ -53,6 +53,10 @@ class KVEventPublisher:
             raise
         if "max_queue_size" in self.settings.model_fields_set:
             log.info("kv-events-config: max_queue_size bounds nothing here; hwm does, and what it drops shows as a gap")
+        if "buffer_steps" in self.settings.model_fields_set and self.replay_endpoint is None:
+            log.info(
+                "kv-events-config: buffer_steps is not used without a replay_endpoint, where batches are asked for again"
+            )
         if not self.endpoint.startswith(("tcp://127.", "tcp://[::1]", "ipc:")):
             log.warning(
                 "KV events at %s hold prompts' token ids and cache salts, and ZMQ asks no one who they are: let only "

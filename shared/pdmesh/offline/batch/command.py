@@ -44,7 +44,11 @@ def main(argv: list[str]) -> int:
         except MeshError:
             _tell(output.state())
             raise
-        output.finish()
+        try:
+            output.finish()
+        except MeshError:
+            _tell(output.state())
+            raise
     _tell(f"{counts.answered} answered, {counts.failed} failed, {counts.kept} kept: {config.output_file}")
     return 0
 

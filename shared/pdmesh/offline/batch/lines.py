@@ -84,6 +84,8 @@ def read_line(line: bytes, number: int, known: CustomIds) -> BatchRequest:
             given = _decode_line(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise InvalidRequest(f"line {number} is no JSON object: {exc}") from exc
+        except RecursionError:
+            raise InvalidRequest(f"line {number} is nested too deeply") from None
         custom_id = _custom_id(given, number)
         known.enter(custom_id, number)
         _check_target(given)

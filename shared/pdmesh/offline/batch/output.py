@@ -8,7 +8,7 @@ from typing import IO, Self
 
 import msgspec
 
-from pdmesh.errors import ConfigError
+from pdmesh.errors import ConfigError, InternalError
 
 SUFFIX = ".partial"
 
@@ -52,7 +52,9 @@ class BatchOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self._file.close()
+        # What a full disk keeps from being written is not in an answered line.
+        with contextlib.suppress(OSError):
+            self._file.close()
         if self._end == 0:
             self._partial_path.unlink(missing_ok=True)
 
@@ -70,14 +72,20 @@ class BatchOutput:
         return place is not None
 
     def write(self, number: int, line: bytes) -> None:
-        """Add the answer to input line `number`; once this returns a crash of this process does not lose it."""
-        self._file.write(line)
-        self._file.flush()
+        """Add the answer to input line `number`; once this returns a crash of this process does not lose it.
+
+        Raises InternalError when the disk does not take it.
+        """
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as exc:
+            raise self._unwritable(self._partial_path, exc) from exc
         self._places[number] = (self._end, len(line))
         self._end += len(line)
 
     def finish(self) -> None:
-        """Write FILE, whole or not at all, and remove the partial one."""
+        """Write FILE, whole or not at all, and remove the partial one. Raises InternalError when the disk does not take it."""
         draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             with draft.open("wb") as whole:
@@ -87,10 +95,15 @@ class BatchOutput:
                 whole.flush()
                 os.fsync(whole.fileno())
             draft.replace(self._path)
+        except OSError as exc:
+            raise self._unwritable(self._path, exc) from exc
         finally:
             draft.unlink(missing_ok=True)
         self._partial_path.unlink()
         self._end = 0
+
+    def _unwritable(self, path: Path, exc: OSError) -> InternalError:
+        return InternalError(f"output-file: {path} cannot be written ({exc.strerror})")
 
     def _read_answered(self) -> None:
         """Note what was answered; a line that was cut off by a crash, and all after it, is written anew."""

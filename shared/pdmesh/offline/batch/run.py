@@ -1,6 +1,7 @@
 """Runs the lines of a batch through the serving code of the HTTP API, a bounded number at a time."""
 
 import asyncio
+import codecs
 import logging
 import uuid
 from collections.abc import Iterable
@@ -68,6 +69,9 @@ class BatchRun:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number, line in enumerate(lines, start=1):
+                    if number == 1:
+                        # Editors of Windows begin a file with it.
+                        line = line.removeprefix(codecs.BOM_UTF8)
                     if not line.strip():
                         continue
                     await self._slots.acquire()
