@@ -1,4 +1,4 @@
-"""The executor has at most two steps under way, whichever ends first and whoever has looked; a failed one changes nothing of it."""
+"""The executor has at most two steps under way, whichever ends first and whoever looks; a failed one changes nothing of it."""
 
 import select
 import threading
