@@ -1,13 +1,15 @@
-"""The executor has at most two steps under way, whichever ends first and whoever looks; a failed one changes nothing of it."""
+"""At most two steps are under way, whichever ends first and whoever looks; what failed, or is busy, holds nothing else up."""
 
 import select
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from pdmesh.engine.executor import Executor
 from pdmesh.engine.plan import StepPlan, StepResult
+from support.core_harness import CoreHarness
 
 
 class ToldWorker:
@@ -85,3 +87,23 @@ def test_a_step_that_samples_is_waited_for_without_asynchronous_scheduling(worke
     worker.compute()
     assert not executor.can_take
     end(executor, worker)
+
+
+def test_failed_steps_that_are_not_in_a_row_do_not_end_the_core() -> None:
+    core = CoreHarness(max_num_seqs=1)
+    for ids in ("abc", "def"):
+        core.backend.fail_next = 2
+        for request_id in ids:
+            core.add([10, 11, 12], request_id, max_tokens=2)
+        core.run()
+        assert [core.finish_reason(request_id) for request_id in ids] == ["error", "error", "length"]
+
+
+def test_pulls_are_cancelled_while_a_step_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = CoreHarness()
+    cancelled: list[str] = []
+    monkeypatch.setattr(core.links, "cancel", cancelled.append)
+    monkeypatch.setattr(core._core, "_executor", SimpleNamespace(can_take=False, num_submitted=1, num_ended=0))
+    core.scheduler.state.outbox.cancels.append("t")
+    core._core._plan()
+    assert cancelled == ["t"]
