@@ -349,8 +349,8 @@ class Scheduler:
     def _block(self, sequence: Sequence, is_alone: bool) -> bool:
         """Note that the first in line has no room. True when it is worth trying again at once."""
         victim = self.state.last_holder()
-        if is_alone and victim is not None and victim is not sequence and victim.order > sequence.order:
-            # Nothing runs that could free blocks, and fetched KV of those behind it stands in the way.
+        if is_alone and victim is not None and victim is not sequence:
+            # Nothing runs that could free blocks, and what those behind it hold stands in the way.
             self.state.preempt(victim)
             return True
         self._blocked, self._blocked_num_free = sequence, self.state.kv.num_free
