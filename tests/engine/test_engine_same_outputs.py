@@ -64,7 +64,7 @@ def load(
     ]
     found = []
     for index in range(num_requests):
-        length = (1, 15, 16, 17, longest, 3 * BLOCK_SIZE, longest // 3)[index % 7]
+        length = (1, 15, 17, 22, longest, 3 * BLOCK_SIZE, longest // 3)[index % 7]
         shared = common[:length] if index % 3 else []
         prompt = shared + [draw.randrange(4, vocab_size) for _ in range(length - len(shared))]
         found.append((prompt, {"max_tokens": num_tokens + index % 3, "seed": 100 + index} | kinds[index % len(kinds)]))
