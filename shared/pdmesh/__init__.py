@@ -8,5 +8,5 @@ __all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__"]
 if TYPE_CHECKING:
     from pdmesh.offline import LLM, BeamSearchParams, SamplingParams
 else:
-    # Services import this package too, and most need nothing of the offline API.
-    from pdmesh.lazy_exports import load as __getattr__
+    # Services import this package too, and most need nothing of the offline API. Python looks for this name itself.
+    from pdmesh.lazy_exports import load as __getattr__  # noqa: F401
