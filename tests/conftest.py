@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -18,6 +19,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 for _name in [name for name in os.environ if name.startswith("PDMESH_") and not name.startswith("PDMESH_TEST_")]:
     del os.environ[_name]
+
+# Started in the background, a process ignores Ctrl-C, and so would all that it starts; some tests are about Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no fault of the code under test.
 settings.register_profile("pdmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
