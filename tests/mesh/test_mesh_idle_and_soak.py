@@ -76,7 +76,7 @@ def test_an_idle_mesh_sleeps(connector: str, wake_ups_per_s: float) -> None:
         running.complete("Warm up the path once before the rest.", max_tokens=4)
         running.wait_nothing_held()
         processes = family(running)
-        window_s = 20.0
+        window_s = 10.0
         windows = [within(processes, window_s) for _ in range(3)]
         # A window may have the statistics of the request in it; the least of three is rest.
         ours = min(sum(one.wake_ups for one in window if one.name not in GRPC_THREADS) for window in windows)
