@@ -42,11 +42,19 @@ SLOW_FOLDERS = {
     "operations",
 }
 
+# Single files elsewhere that take 15 s and more.
+SLOW_FILES = {
+    "test_engine_same_outputs.py",
+    "test_engine_scheduler_properties.py",
+    "test_models_gemma.py",
+    "test_models_hybrid_engine.py",
+}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `./dev test --quick` leaves out."""
     for item in items:
-        if item.path.parent.name in SLOW_FOLDERS:
+        if item.path.parent.name in SLOW_FOLDERS or item.path.name in SLOW_FILES:
             item.add_marker(pytest.mark.services)
 
 
