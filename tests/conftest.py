@@ -48,6 +48,7 @@ SLOW_FILES = {
     "test_engine_scheduler_properties.py",
     "test_models_gemma.py",
     "test_models_hybrid_engine.py",
+    "test_models_transformers.py",
 }
 
 
