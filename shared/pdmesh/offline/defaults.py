@@ -1,9 +1,8 @@
 """What a model's own generation_config.json says of sampling, as vLLM takes it."""
 
-import json
 from typing import Any
 
-from pdmesh.errors import ConfigError
+from pdmesh.models.hf_config import read_json
 from pdmesh.models.source import resolve
 
 FILE_NAME = "generation_config.json"
@@ -24,10 +23,5 @@ def default_sampling(model: str) -> dict[str, Any]:
     path = source.path / FILE_NAME
     if source.kind == "gguf" or not path.is_file():
         return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path}: cannot be read as JSON ({exc})") from exc
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
+    values = read_json(path)
     return {name: values[key] for key, name in _TAKEN.items() if values.get(key) is not None}

@@ -1,6 +1,5 @@
 """Reads a Hugging Face directory's tokenizer: tokenizer.json, and the chat template wherever that version keeps it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pdmesh.errors import ConfigError
+from pdmesh.models.hf_config import read_json
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -68,12 +68,4 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path}: cannot be read as JSON ({exc})") from exc
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
-    return loaded
+    return read_json(path) if path.is_file() else {}
