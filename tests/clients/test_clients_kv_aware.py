@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import httpx
 import pytest
 
 from support.mesh import Service, start
+from support.router import free_port, running_router
 from support.tiny_models import make_tiny
 
 ROUTER = os.environ.get("PDMESH_TEST_VLLM_ROUTER") or shutil.which("vllm-router")
@@ -57,27 +56,8 @@ def router(engines: list[Service], folder: Path) -> Iterator[str]:
         command += ["--kv-event-replay-source", f"{engine.http}={source['replay_endpoint']}"]
     command += ["--worker-urls", *(engine.http for engine in engines)]
     log_path = folder / "router.log"
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                    break
-            assert time.monotonic() < deadline, log_path.read_text(errors="replace")[-3000:]
-            time.sleep(0.3)
+    with running_router(command, port, log_path) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(15)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def ask(url: str, text: str) -> int:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import pytest
 
 from pdmesh.models.source import DEMO_MODEL
 from support.mesh import Mesh, mesh
+from support.router import free_port, running_router
 
 ROUTER = os.environ.get("PDMESH_TEST_VLLM_ROUTER") or shutil.which("vllm-router")
 
@@ -26,13 +24,6 @@ pytestmark = [
 ]
 
 PROMPT = "A list of the planets of the solar system, from the sun outwards, with one remark on each:"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_router_runs_both_legs_and_kv_moves(tmp_path: Path) -> None:
@@ -64,17 +55,5 @@ def router(running: Mesh, folder: Path) -> Iterator[str]:
     command = [str(ROUTER), "--vllm-pd-disaggregation", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prefill", running.prefill[0].http, "--decode", running.decode[0].http]
     command += ["--prometheus-port", str(free_port())]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                    break
-            assert time.monotonic() < deadline, log_path.read_text(errors="replace")[-3000:]
-            time.sleep(0.3)
+    with running_router(command, port, log_path) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(15)
