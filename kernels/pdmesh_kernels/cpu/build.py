@@ -1,0 +1,93 @@
+"""Compiles the CPU library: used by the wheel's build hook, by ./dev, and where neither ran, once at the first start.
+
+Standard library only. Each instruction set's kernels are one translation unit with its own flags; which one runs is decided at
+run time, so a library built on one x86-64 machine serves all.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent / "src"
+LIBRARY = "libpdmesh_cpu.so"
+COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+ISA_FLAGS = {
+    "kernels_avx2": AVX2,
+    "kernels_avx512": AVX512,
+    "kernels_avx512_bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+    "kernels_amx": (*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+}
+"""Translation unit -> the flags that the others must not have."""
+COMPILE_TIMEOUT_S = 300
+
+
+class BuildError(Exception):
+    """Why there is no library; one line for the operator, then the compiler's own words."""
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler to use: $CXX, else the first of c++, g++, clang++ on the path; None when there is none."""
+    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    return None
+
+
+def source_digest() -> str:
+    """Name what the library is built from: sources and flags."""
+    digest = hashlib.sha256(repr((COMMON_FLAGS, sorted(ISA_FLAGS.items()))).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build(target: Path, extra_flags: tuple[str, ...] = ()) -> None:
+    """Compile and link the library to `target`, which appears whole or not at all. Raises BuildError. Takes some 15 s of CPU."""
+    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
+        raise BuildError(f"the CPU library is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
+    cxx = compiler()
+    if cxx is None:
+        raise BuildError("no C++ compiler found (set CXX, or install g++ or clang++)")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="pdmesh-build-") as folder:
+        units = sorted(SOURCES.glob("*.cpp"))
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            objects = list(threads.map(lambda unit: _compile(cxx, unit, Path(folder), extra_flags), units))
+        descriptor, linked = tempfile.mkstemp(dir=target.parent, suffix=".so")
+        os.close(descriptor)
+        try:
+            _run([cxx, "-shared", "-pthread", *extra_flags, *map(str, objects), "-o", linked])
+            os.chmod(linked, 0o755)
+            os.replace(linked, target)
+        except BaseException:
+            os.unlink(linked)
+            raise
+
+
+def _compile(cxx: str, unit: Path, folder: Path, extra_flags: tuple[str, ...]) -> Path:
+    target = folder / f"{unit.stem}.o"
+    # The tables, dispatch and packing must run anywhere: only kernels get an instruction set's flags.
+    flags = (*COMMON_FLAGS, *ISA_FLAGS.get(unit.stem, ()), *extra_flags)
+    _run([cxx, *flags, "-c", str(unit), "-o", str(target)])
+    return target
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise BuildError(f"{command[0]} could not be run: {exc}") from exc
+    if done.returncode:
+        raise BuildError(f"{command[0]} failed on {command[-3]}:\n{done.stderr[-4000:]}")
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent / LIBRARY)

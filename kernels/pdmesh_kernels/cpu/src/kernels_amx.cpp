@@ -1,0 +1,6 @@
+// The kernels for one instruction set; build.py compiles this file with its flags.
+#include "kernel_table.h"
+
+namespace pdm {
+const Kernels amx_kernels = kernel_table("amx");
+}  // namespace pdm

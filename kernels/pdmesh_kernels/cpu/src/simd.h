@@ -1,0 +1,186 @@
+// Sixteen float lanes in the instruction set that this translation unit is compiled for: one zmm, or two ymm.
+// Everything is in an anonymous namespace: each kernels_*.cpp has its own.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace pdm {
+namespace {
+
+#if defined(__AVX512F__)
+
+struct F16 {
+    __m512 v;
+};
+inline F16 zero() { return {_mm512_setzero_ps()}; }
+inline F16 splat(float x) { return {_mm512_set1_ps(x)}; }
+inline F16 load(const float *p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float *p, F16 a) { _mm512_storeu_ps(p, a.v); }
+inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+// First n lanes of a, the others from b; n in 0 ... 16.
+inline F16 first(int n, F16 a, F16 b) { return {_mm512_mask_blend_ps(__mmask16((1u << n) - 1), b.v, a.v)}; }
+inline float sum(F16 a) { return _mm512_reduce_add_ps(a.v); }
+inline float largest(F16 a) { return _mm512_reduce_max_ps(a.v); }
+inline F16 round_even(F16 a) { return {_mm512_roundscale_ps(a.v, 0)}; }
+// a * 2^n for whole n.
+inline F16 scale_by_power(F16 a, F16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// Sixteen bf16 to float, and back with rounding to nearest even.
+inline F16 from_bf16(const uint16_t *p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16))};
+}
+inline void to_bf16(uint16_t *p, F16 a) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a.v));
+#else
+    const __m512i bits = _mm512_castps_si512(a.v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc00000));
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+#endif
+}
+// Sixteen int8 to float.
+inline F16 from_i8(const int8_t *p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)))}; }
+// c + pairs of bf16 (a: the same pair in all lanes, b: a pair per lane).
+inline F16 splat_pair(uint32_t pair) { return {_mm512_castsi512_ps(_mm512_set1_epi32((int)pair))}; }
+inline F16 load_pairs(const void *p) { return {_mm512_loadu_ps((const float *)p)}; }
+inline F16 dot_pairs(F16 c, F16 a, F16 b) {
+#if defined(__AVX512BF16__)
+    return {_mm512_dpbf16_ps(c.v, (__m512bh)_mm512_castps_si512(a.v), (__m512bh)_mm512_castps_si512(b.v))};
+#else
+    const __m512i high = _mm512_set1_epi32((int)0xffff0000), ai = _mm512_castps_si512(a.v), bi = _mm512_castps_si512(b.v);
+    const __m512 even_a = _mm512_castsi512_ps(_mm512_slli_epi32(ai, 16)), even_b = _mm512_castsi512_ps(_mm512_slli_epi32(bi, 16));
+    const __m512 odd_a = _mm512_castsi512_ps(_mm512_and_si512(ai, high)), odd_b = _mm512_castsi512_ps(_mm512_and_si512(bi, high));
+    return {_mm512_fmadd_ps(odd_a, odd_b, _mm512_fmadd_ps(even_a, even_b, c.v))};
+#endif
+}
+
+#else
+
+struct F16 {
+    __m256 lo, hi;
+};
+inline F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F16 load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float *p, F16 a) {
+    _mm256_storeu_ps(p, a.lo);
+    _mm256_storeu_ps(p + 8, a.hi);
+}
+inline F16 operator+(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline F16 operator-(F16 a, F16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline F16 operator*(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline F16 operator/(F16 a, F16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline F16 fma(F16 a, F16 b, F16 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+inline F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline F16 min(F16 a, F16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+inline __m256 first_eight(int n, __m256 a, __m256 b) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes)));
+}
+inline F16 first(int n, F16 a, F16 b) { return {first_eight(n, a.lo, b.lo), first_eight(n - 8, a.hi, b.hi)}; }
+inline float sum(F16 a) {
+    const __m256 eight = _mm256_add_ps(a.lo, a.hi);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline float largest(F16 a) {
+    const __m256 eight = _mm256_max_ps(a.lo, a.hi);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+inline F16 round_even(F16 a) { return {_mm256_round_ps(a.lo, 8), _mm256_round_ps(a.hi, 8)}; }
+inline __m256 scale_eight(__m256 a, __m256 n) {
+    // In two halves, so that results below the least normal number are reached; n is within +-252 here.
+    const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
+    const __m256i bias = _mm256_set1_epi32(127);
+    const __m256 x = _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)));
+    return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));
+}
+inline F16 scale_by_power(F16 a, F16 n) { return {scale_eight(a.lo, n.lo), scale_eight(a.hi, n.hi)}; }
+inline __m256 eight_from_bf16(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+inline F16 from_bf16(const uint16_t *p) {
+    return {eight_from_bf16(_mm_loadu_si128((const __m128i *)p)), eight_from_bf16(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
+inline __m256i bf16_bits(__m256 a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    const __m256 kept = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), is_nan);
+    return _mm256_srli_epi32(_mm256_castps_si256(kept), 16);
+}
+inline void to_bf16(uint16_t *p, F16 a) {
+    const __m256i mixed = _mm256_packus_epi32(bf16_bits(a.lo), bf16_bits(a.hi));
+    _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(mixed, 0xd8));
+}
+inline F16 from_i8(const int8_t *p) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)p);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+inline F16 splat_pair(uint32_t pair) {
+    const __m256 x = _mm256_castsi256_ps(_mm256_set1_epi32((int)pair));
+    return {x, x};
+}
+inline F16 load_pairs(const void *p) { return load((const float *)p); }
+inline __m256 dot_eight(__m256 c, __m256 a, __m256 b) {
+    const __m256i high = _mm256_set1_epi32((int)0xffff0000), ai = _mm256_castps_si256(a), bi = _mm256_castps_si256(b);
+    const __m256 even_a = _mm256_castsi256_ps(_mm256_slli_epi32(ai, 16)), even_b = _mm256_castsi256_ps(_mm256_slli_epi32(bi, 16));
+    const __m256 odd_a = _mm256_castsi256_ps(_mm256_and_si256(ai, high)), odd_b = _mm256_castsi256_ps(_mm256_and_si256(bi, high));
+    return _mm256_fmadd_ps(odd_a, odd_b, _mm256_fmadd_ps(even_a, even_b, c));
+}
+inline F16 dot_pairs(F16 c, F16 a, F16 b) { return {dot_eight(c.lo, a.lo, b.lo), dot_eight(c.hi, a.hi, b.hi)}; }
+
+#endif
+
+// e^x: 2^n e^r with r in +-log(2)/2 and a Taylor polynomial of degree 6 (relative error under 2e-7); 0 far below, inf far above.
+inline F16 exp(F16 x) {
+    x = max(min(x, splat(89.0f)), splat(-104.0f));
+    const F16 n = round_even(x * splat(1.44269504f));
+    F16 r = fma(n, splat(-0.693359375f), x);
+    r = fma(n, splat(2.12194440e-4f), r);
+    F16 y = splat(1.0f / 720.0f);
+    y = fma(y, r, splat(1.0f / 120.0f));
+    y = fma(y, r, splat(1.0f / 24.0f));
+    y = fma(y, r, splat(1.0f / 6.0f));
+    y = fma(y, r, splat(0.5f));
+    y = fma(y, r, splat(1.0f));
+    y = fma(y, r, splat(1.0f));
+    return scale_by_power(y, n);
+}
+inline F16 tanh(F16 x) {
+    // 1 - 2 / (e^2x + 1), saturated where a float cannot tell the difference.
+    const F16 e = exp(min(max(x, splat(-10.0f)), splat(10.0f)) * splat(2.0f));
+    return splat(1.0f) - splat(2.0f) / (e + splat(1.0f));
+}
+inline F16 silu(F16 x) { return x / (splat(1.0f) + exp(zero() - x)); }
+inline F16 gelu_tanh(F16 x) {
+    const F16 inner = splat(0.7978845608f) * fma(splat(0.044715f) * x * x, x, x);
+    return splat(0.5f) * x * (splat(1.0f) + tanh(inner));
+}
+inline float bf16_to_float(uint16_t x) {
+    const uint32_t bits = uint32_t{x} << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+inline uint16_t float_to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fc0;
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+}  // namespace
+}  // namespace pdm
