@@ -16,7 +16,17 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "src"
 LIBRARY = "libpdmesh_cpu.so"
-COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror")
+COMMON_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+)
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 ISA_FLAGS = {
@@ -75,7 +85,9 @@ def build(target: Path, extra_flags: tuple[str, ...] = ()) -> None:
 def _compile(cxx: str, unit: Path, folder: Path, extra_flags: tuple[str, ...]) -> Path:
     target = folder / f"{unit.stem}.o"
     # The tables, dispatch and packing must run anywhere: only kernels get an instruction set's flags.
-    flags = (*COMMON_FLAGS, *ISA_FLAGS.get(unit.stem, ()), *extra_flags)
+    flags = [*COMMON_FLAGS, *ISA_FLAGS.get(unit.stem, ()), *extra_flags]
+    if unit.stem == "isa":
+        flags.append(f'-DPDM_SOURCE_DIGEST="{source_digest()}"')
     _run([cxx, *flags, "-c", str(unit), "-o", str(target)])
     return target
 

@@ -17,7 +17,8 @@ struct AttentionTask {
     int kv_head;
     int row_begin, row_end;  // at most 32 rows
     int split_begin, split_end;
-    // Where partial results go when a tile's splits are shared among tasks: f32 [split][32 rows][P + 2] (output, maximum, sum);
+    // Where partial results go when a tile's splits are shared among tasks: f32 [split_end - split_begin][32 rows][P + 2] (output,
+    // maximum, sum) of this task's own splits; for `merge`, whose task has all of the tile's splits, the first one's.
     // nullptr: this task does all splits of the tile, merges them in order and writes the output.
     float *partial;
 };
@@ -31,7 +32,7 @@ struct Kernels {
     void (*linear)(const pdm_linear_args &args, int row_begin, int row_end, int panel_begin, int panel_end, void *scratch);
     // PDM_W_I8: quantises input rows into args.scratch, before `linear`.
     void (*quantize_rows)(const pdm_linear_args &args, int row_begin, int row_end);
-    void (*norm)(const pdm_norm_args &args, int row_begin, int row_end);
+    void (*norm)(const pdm_norm_args &args, int row_begin, int row_end, void *scratch);
     void (*embed)(const pdm_embed_args &args, int row_begin, int row_end);
     // Head norms, rotary, queries out, keys and values into the pool, for tokens [token_begin, token_end); a token at slot 0
     // of a block first zeroes that block's part of its layer. block_of_token: [T] block ids.
@@ -41,7 +42,11 @@ struct Kernels {
     void (*merge)(const pdm_attention_args &args, const pdm_batch &batch, const AttentionTask &task);
 };
 
-// nullptr where the compiler could not build it; whether the processor can run it is pdm_isa_supported's to say.
+constexpr int TILE_ROWS = 32;
+// A piece of a linear: this many rows at most, and panels by what few rows make of them (operations.cpp).
+constexpr int ROW_BLOCK = 256;
+
+// nullptr where this processor cannot run it.
 const Kernels *kernels_of(int isa);
 
 extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels, amx_kernels;

@@ -15,6 +15,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#pragma GCC visibility push(default)
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -75,7 +76,7 @@ typedef struct {
 } pdm_linear_args;
 
 typedef struct {
-    const float *input; /* [M, E] f32 unless input_dtype says bf16 */
+    const void *input; /* [M, E] of input_dtype: f32 or bf16 */
     size_t input_stride;
     int32_t num_rows;
     int32_t width;
@@ -206,6 +207,7 @@ void pdm_program_times(pdm_program *program, int64_t times_ns[6]);
 
 /* ---- about the library ------------------------------------------------------------------------------------------------ */
 int pdm_abi_version(void);
+const char *pdm_source_digest(void); /* what it was built from: build.py's source_digest() */
 int pdm_isa_supported(int isa);
 const char *pdm_isa_name(int isa);
 const char *pdm_last_error(void); /* of this thread */
@@ -213,4 +215,5 @@ const char *pdm_last_error(void); /* of this thread */
 #ifdef __cplusplus
 }
 #endif
+#pragma GCC visibility pop
 #endif

@@ -1,0 +1,119 @@
+"""Finds the CPU library, builds it where it is missing or older than its sources, and loads it once per process.
+
+Where there is none, `load` says why, and the caller goes on with PyTorch.
+"""
+
+import ctypes
+import fcntl
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pdmesh_kernels.cpu.abi import ABI_VERSION, FUNCTIONS, Isa
+from pdmesh_kernels.cpu.build import LIBRARY, SOURCES, BuildError, build, source_digest
+
+PACKAGED = Path(__file__).resolve().parent / LIBRARY
+
+
+class LibraryError(Exception):
+    """There is no library, or what it was asked for was wrong; the message is for the operator."""
+
+
+class Library:
+    """The loaded library: `call` for what returns 0 or fails, `functions` for the rest."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.functions: Any = ctypes.CDLL(str(path))
+        for name, (result, arguments) in FUNCTIONS.items():
+            function = getattr(self.functions, name)
+            function.restype, function.argtypes = result, arguments
+        if self.functions.pdm_abi_version() != ABI_VERSION:
+            raise LibraryError(f"{path} has interface {self.functions.pdm_abi_version()}, not {ABI_VERSION}")
+
+    @property
+    def isas(self) -> list[Isa]:
+        """What this processor can run, the fastest first."""
+        return [isa for isa in sorted(Isa, reverse=True) if self.functions.pdm_isa_supported(isa)]
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """Call a function that returns a number of at least 0; raises LibraryError with its own words otherwise."""
+        result: int = getattr(self.functions, name)(*arguments)
+        if result < 0:
+            raise LibraryError(f"{name}: {self.last_error()}")
+        return result
+
+    def last_error(self) -> str:
+        text: bytes = self.functions.pdm_last_error()
+        return text.decode()
+
+
+class Pool:
+    """Threads of the library. Not for use by two threads at a time; `close` ends them."""
+
+    def __init__(self, library: Library, num_threads: int, cpus: Sequence[int] | None = None) -> None:
+        """`cpus`: one per thread, -1 for not pinned; thread 0 is whoever calls and is not pinned here."""
+        self._library = library
+        places = None if cpus is None else (ctypes.c_int * num_threads)(*cpus)
+        self.handle: int | None = library.functions.pdm_pool_create(num_threads, places)
+        if not self.handle:
+            raise LibraryError(f"cpu-threads {num_threads}: the threads could not be started")
+        self.num_threads = num_threads
+
+    def close(self) -> None:
+        if self.handle:
+            self._library.functions.pdm_pool_destroy(self.handle)
+        self.handle = None
+
+
+@functools.cache
+def load() -> Library:
+    """Return the library; the first call may build it (some 15 s). Raises LibraryError that says why there is none."""
+    packaged_error = "it is not in the package"
+    if PACKAGED.exists():
+        try:
+            library = Library(PACKAGED)
+            if not SOURCES.is_dir() or library.functions.pdm_source_digest().decode() == source_digest():
+                return _checked(library)
+            packaged_error = "the packaged one is older than its sources"
+        except (OSError, AttributeError, LibraryError) as exc:
+            packaged_error = str(exc)
+    try:
+        return _checked(Library(_build_in_cache()))
+    except (OSError, BuildError, AttributeError) as exc:
+        raise LibraryError(f"{packaged_error}, and building failed: {exc}") from exc
+
+
+def choose_isa(library: Library, wanted: str) -> Isa:
+    """Return the instruction set named `wanted` (lower case), or the fastest for "auto". Raises LibraryError."""
+    names = {isa.name.lower(): isa for isa in library.isas}
+    if wanted == "auto":
+        return library.isas[0]
+    if wanted not in names:
+        raise LibraryError(f"cpu-isa {wanted}: this processor has {', '.join(names)}")
+    return names[wanted]
+
+
+def cache_folder() -> Path:
+    """Return where what can be made again is kept: $XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "pdmesh"
+
+
+def _build_in_cache() -> Path:
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"libpdmesh_cpu-{source_digest()}.so"
+    with (folder / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            build(target)
+    return target
+
+
+def _checked(library: Library) -> Library:
+    if not library.isas:
+        raise LibraryError("this processor has none of AVX2 with FMA, AVX-512, AMX")
+    return library
