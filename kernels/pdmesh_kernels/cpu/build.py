@@ -85,7 +85,7 @@ def build(target: Path, extra_flags: tuple[str, ...] = ()) -> None:
 def _compile(cxx: str, unit: Path, folder: Path, extra_flags: tuple[str, ...]) -> Path:
     target = folder / f"{unit.stem}.o"
     # The tables, dispatch and packing must run anywhere: only kernels get an instruction set's flags.
-    flags = [*COMMON_FLAGS, *ISA_FLAGS.get(unit.stem, ()), *extra_flags]
+    flags = [*COMMON_FLAGS, *WARNINGS, *ISA_FLAGS.get(unit.stem, ()), *extra_flags]
     if unit.stem == "isa":
         flags.append(f'-DPDM_SOURCE_DIGEST="{source_digest()}"')
     _run([cxx, *flags, "-c", str(unit), "-o", str(target)])
