@@ -1,16 +1,29 @@
 // Linear layers: which kernel multiplies which format.
 //
 // quantised.h has, for the formats that it owns:
-//     struct Q8Tiles, Q4Tiles;  // sources of bf16 tiles (product_bf16.h)
+//     struct Q8Tiles, Q4Tiles, Q4WideTiles;  // sources of bf16 tiles (product_bf16.h)
 //     void linear_i8(const pdm_linear_args &args, int row_begin, int row_end, int panel_begin, int panel_end, void *scratch);
 //     void quantize_rows(const pdm_linear_args &args, int row_begin, int row_end);
 // linear_i8 ends with finish() of epilogue.h on f32 sums.
 #pragma once
 
+#include "product_bf16.h"
+#include "product_f32.h"
 #include "quantised.h"
 
 namespace pdm {
 namespace {
+
+void linear(const pdm_linear_args &args, int row_begin, int row_end, int panel_begin, int panel_end, void *scratch) {
+    switch (args.weight->format) {
+        case PDM_W_F32: return linear_f32(args, row_begin, row_end, panel_begin, panel_end, scratch);
+        case PDM_W_BF16: return linear_bf16<PackedTiles>(args, row_begin, row_end, panel_begin, panel_end, scratch);
+        case PDM_W_I8: return linear_i8(args, row_begin, row_end, panel_begin, panel_end, scratch);
+        case PDM_W_Q8: return linear_bf16<Q8Tiles>(args, row_begin, row_end, panel_begin, panel_end, scratch);
+        case PDM_W_Q4: return linear_bf16<Q4Tiles>(args, row_begin, row_end, panel_begin, panel_end, scratch);
+        default: return linear_bf16<Q4WideTiles>(args, row_begin, row_end, panel_begin, panel_end, scratch);
+    }
+}
 
 }  // namespace
 }  // namespace pdm
