@@ -29,6 +29,8 @@ inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F16 first(int n, F16 a, F16 b) { return {_mm512_mask_blend_ps(__mmask16((1u << n) - 1), b.v, a.v)}; }
 inline float sum(F16 a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(F16 a) { return _mm512_reduce_max_ps(a.v); }
+// A bit per lane; a NaN equals nothing.
+inline uint32_t equal_lanes(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 inline F16 round_even(F16 a) { return {_mm512_roundscale_ps(a.v, 0)}; }
 // a * 2^n for whole n.
 inline F16 scale_by_power(F16 a, F16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
@@ -63,6 +65,54 @@ inline F16 dot_pairs(F16 c, F16 a, F16 b) {
     return {_mm512_fmadd_ps(odd_a, odd_b, _mm512_fmadd_ps(even_a, even_b, c.v))};
 #endif
 }
+
+// Sixteen f16 to float.
+inline F16 from_f16(const uint16_t *p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))}; }
+// Lanes 0-7 or 8-15, twice each.
+inline F16 twice_low(F16 a) { return {_mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), a.v)}; }
+inline F16 twice_high(F16 a) {
+    return {_mm512_permutexvar_ps(_mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15), a.v)};
+}
+// Bits 4n ... 4n + 3 of sixteen dwords; the permutation looks at no others, so there is nothing to mask or convert.
+inline F16 from_nibble(const void *p, int n) {
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(p), unsigned(4 * n)), numbers)};
+}
+// Thirty-two to bf16.
+inline void to_bf16_pair(uint16_t *p, F16 a, F16 b) {
+#if defined(__AVX512BF16__)
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v));
+#else
+    to_bf16(p, a);
+    to_bf16(p + 16, b);
+#endif
+}
+
+// Sixteen 32-bit integers.
+struct I16 {
+    __m512i v;
+};
+inline I16 load_i32(const void *p) { return {_mm512_loadu_si512(p)}; }
+inline F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+// Rounded to nearest even, saturated.
+inline void to_i8(int8_t *p, F16 a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v))); }
+// c + four int8 products per lane (a: the same four in all lanes), plus in VNNI 128 * the lane's own four, which dot_quads_end takes
+// away: `totals` are the sums of all that a lane was given.
+#if defined(__AVX512VNNI__)
+constexpr int I8_ROWS = 8;
+inline I16 dot_quads(I16 c, uint32_t a, I16 b) { return {_mm512_dpbusd_epi32(c.v, _mm512_set1_epi32(int(a ^ 0x80808080u)), b.v)}; }
+inline I16 dot_quads_end(I16 c, I16 totals) { return {_mm512_sub_epi32(c.v, _mm512_slli_epi32(totals.v, 7))}; }
+#else
+constexpr int I8_ROWS = 4;
+inline __m512i even_bytes(__m512i x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+inline I16 dot_quads(I16 c, uint32_t a, I16 b) {
+    const __m512i four = _mm512_set1_epi32(int(a));
+    const __m512i even = _mm512_madd_epi16(even_bytes(four), even_bytes(b.v));
+    const __m512i odd = _mm512_madd_epi16(_mm512_srai_epi16(four, 8), _mm512_srai_epi16(b.v, 8));
+    return {_mm512_add_epi32(c.v, _mm512_add_epi32(even, odd))};
+}
+inline I16 dot_quads_end(I16 c, I16) { return c; }
+#endif
 
 #else
 
@@ -99,6 +149,10 @@ inline float largest(F16 a) {
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     four = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+inline uint32_t equal_lanes(F16 a, F16 b) {
+    return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_EQ_OQ))) |
+           uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_EQ_OQ))) << 8;
 }
 inline F16 round_even(F16 a) { return {_mm256_round_ps(a.lo, 8), _mm256_round_ps(a.hi, 8)}; }
 inline __m256 scale_eight(__m256 a, __m256 n) {
@@ -141,6 +195,48 @@ inline __m256 dot_eight(__m256 c, __m256 a, __m256 b) {
     return _mm256_fmadd_ps(odd_a, odd_b, _mm256_fmadd_ps(even_a, even_b, c));
 }
 inline F16 dot_pairs(F16 c, F16 a, F16 b) { return {dot_eight(c.lo, a.lo, b.lo), dot_eight(c.hi, a.hi, b.hi)}; }
+inline F16 from_f16(const uint16_t *p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
+inline F16 twice(__m256 a) {
+    return {_mm256_permutevar8x32_ps(a, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),
+            _mm256_permutevar8x32_ps(a, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7))};
+}
+inline F16 twice_low(F16 a) { return twice(a.lo); }
+inline F16 twice_high(F16 a) { return twice(a.hi); }
+inline __m256 eight_from_nibble(const __m256i *p, int n) {
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(_mm256_loadu_si256(p), 4 * n), _mm256_set1_epi32(15)));
+}
+inline F16 from_nibble(const void *p, int n) {
+    return {eight_from_nibble((const __m256i *)p, n), eight_from_nibble((const __m256i *)p + 1, n)};
+}
+inline void to_bf16_pair(uint16_t *p, F16 a, F16 b) {
+    to_bf16(p, a);
+    to_bf16(p + 16, b);
+}
+
+struct I16 {
+    __m256i lo, hi;
+};
+constexpr int I8_ROWS = 2;
+inline I16 load_i32(const void *p) { return {_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)}; }
+inline F16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline void to_i8(int8_t *p, F16 a) {
+    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
+    const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+    _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
+}
+inline __m256i even_bytes(__m256i x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
+inline __m256i dot_eight_quads(__m256i c, __m256i a, __m256i b) {
+    const __m256i even = _mm256_madd_epi16(even_bytes(a), even_bytes(b));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srai_epi16(a, 8), _mm256_srai_epi16(b, 8));
+    return _mm256_add_epi32(c, _mm256_add_epi32(even, odd));
+}
+inline I16 dot_quads(I16 c, uint32_t a, I16 b) {
+    const __m256i four = _mm256_set1_epi32(int(a));
+    return {dot_eight_quads(c.lo, four, b.lo), dot_eight_quads(c.hi, four, b.hi)};
+}
+inline I16 dot_quads_end(I16 c, I16) { return c; }
 
 #endif
 
