@@ -30,6 +30,7 @@ class Format(IntEnum):
     I8 = 2
     Q8 = 3
     Q4 = 4
+    Q4_WIDE = 5
 
 
 class Epilogue(IntEnum):

@@ -29,10 +29,10 @@ int fail(const char *message) {
 
 const char *check(const pdm_weight *weight) {
     if (!weight || !weight->panels) return "weight: missing";
-    if (weight->format < PDM_W_F32 || weight->format > PDM_W_Q4) return "weight.format: unknown";
+    if (weight->format < PDM_W_F32 || weight->format > PDM_W_Q4_WIDE) return "weight.format: unknown";
     if (weight->num_outputs < 1 || weight->num_inputs < 1) return "weight: a size is less than 1";
     if (weight->is_gated && weight->num_outputs % 2) return "weight.num_outputs: odd, but gated";
-    const bool is_grouped = weight->format == PDM_W_Q8 || weight->format == PDM_W_Q4;
+    const bool is_grouped = weight->format >= PDM_W_Q8;
     if (is_grouped && (weight->group < 32 || weight->group % 32)) return "weight.group: not a multiple of 32";
     if (weight->panel_bytes != pdm_panel_bytes(weight->format, weight->num_inputs, weight->group))
         return "weight.panel_bytes: not of its format";

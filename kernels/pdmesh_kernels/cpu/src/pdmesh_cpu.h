@@ -33,14 +33,15 @@ enum pdm_format {
     PDM_W_BF16 = 1, /* panel [K'/32][2 halves of 16 outputs][16 pairs of inputs][16 outputs][2] bf16: what an AMX tile holds */
     PDM_W_I8 = 2,   /* W8A8: int8 weights with one scale per output, activations quantised per row as they come */
     PDM_W_Q8 = 3,   /* W8A16: int8 with a scale per `group` inputs; multiplied as bf16 */
-    PDM_W_Q4 = 4    /* W4A16: 4 bits with scale and offset per `group` inputs; multiplied as bf16 */
+    PDM_W_Q4 = 4,   /* W4A16: 4 bits with scale and offset per `group` inputs, f16; multiplied as bf16 */
+    PDM_W_Q4_WIDE = 5 /* the same with scale and offset in f32, where f16 would change them (Q4_K, GPTQ, AWQ) */
 };
 
 typedef struct {
     int32_t format;
     int32_t num_outputs; /* n; for gated weights 2 I */
     int32_t num_inputs;  /* K */
-    int32_t group;       /* inputs that share a scale (Q8, Q4), a multiple of 32; else 0 */
+    int32_t group;       /* inputs that share a scale (Q8, Q4, Q4_WIDE), a multiple of 32; else 0 */
     int32_t is_gated;    /* rows are [gate I; up I]; a panel has 16 of gate, then the same 16 of up */
     int32_t reserved;
     size_t panel_bytes;  /* pdm_panel_bytes(format, K, group) */
@@ -176,8 +177,8 @@ size_t pdm_linear_scratch_bytes(const pdm_weight *weight, int num_rows);
 
 /* ---- packing: `values` row-major f32 [n, K] --------------------------------------------------------------------------- */
 int pdm_pack(int format, int num_outputs, int num_inputs, int group, int is_gated, const float *values, void *panels);
-/* From codes u8 [n, K] and per group w = scale * code + offset, f32 [n, K / group] (Q4: codes 0..15; Q8: code - 128, offset
-   ignored). */
+/* From codes u8 [n, K] and per group w = scale * code + offset, f32 [n, K / group rounded up] (Q4, Q4_WIDE: codes 0..15; Q8:
+   code - 128, no offsets). Fails where a scale or offset has no exact f16 (Q4, Q8) or is not finite. */
 int pdm_pack_codes(int format, int num_outputs, int num_inputs, int group, int is_gated, const uint8_t *codes,
                    const float *scales, const float *offsets, void *panels);
 /* One row of a packed weight as f32 [K], exactly what a product would use. */

@@ -1,0 +1,98 @@
+// Groupwise quantised weights (Q4, Q4_WIDE, Q8) made into the panel of PDM_W_BF16, a few K-steps at a time, into scratch that stays
+// in the cache; then they are multiplied as bf16 weights are. So any number of rows gives what a bf16 model of the same file gives.
+#pragma once
+
+#include "int8.h"
+#include "quantised_panels.h"
+#include "simd.h"
+
+namespace pdm {
+namespace {
+
+// The same distance that plain reads of panels want.
+constexpr int PREFETCH_BYTES = 1024;
+
+inline void prefetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p + PREFETCH_BYTES), _MM_HINT_T0); }
+
+// One value of each kind for eight outputs, twice each, as the codes of a pair of inputs lie: [half][outputs 0-7, 8-15].
+struct StepScales {
+    F16 lanes[2][2];
+};
+template <bool IS_WIDE>
+inline StepScales load_scales(const uint8_t *p) {
+    StepScales scales;
+    for (int half = 0; half < 2; half++) {
+        F16 values;
+        if constexpr (IS_WIDE) {
+            values = load(reinterpret_cast<const float *>(p) + half * HALF_PANEL);
+        } else {
+            values = from_f16(reinterpret_cast<const uint16_t *>(p) + half * HALF_PANEL);
+        }
+        scales.lanes[half][0] = twice_low(values);
+        scales.lanes[half][1] = twice_high(values);
+    }
+    return scales;
+}
+
+inline void expand_q4(const uint8_t *p, const StepScales &scales, const StepScales &offsets, uint16_t *target) {
+    for (int half = 0; half < 2; half++) {
+        const F16 s0 = scales.lanes[half][0], s1 = scales.lanes[half][1];
+        const F16 o0 = offsets.lanes[half][0], o1 = offsets.lanes[half][1];
+        for (int part = 0; part < 2; part++, p += 128) {
+            prefetch(p);
+            prefetch(p + 64);
+#pragma GCC unroll 8
+            for (int n = 0; n < 8; n++, target += 32)
+                to_bf16_pair(target, fma(from_nibble(p, n), s0, o0), fma(from_nibble(p + 64, n), s1, o1));
+        }
+    }
+}
+
+inline void expand_q8(const uint8_t *p, const StepScales &scales, uint16_t *target) {
+    for (int half = 0; half < 2; half++) {
+        const F16 s0 = scales.lanes[half][0], s1 = scales.lanes[half][1];
+#pragma GCC unroll 16
+        for (int pair = 0; pair < 16; pair++, p += 32, target += 32) {
+            if (pair % 2 == 0) prefetch(p);
+            const int8_t *const codes = reinterpret_cast<const int8_t *>(p);
+            to_bf16_pair(target, from_i8(codes) * s0, from_i8(codes + 16) * s1);
+        }
+    }
+}
+
+// A source of tiles for product_bf16.h.
+template <int FORMAT>
+struct GroupTiles {
+    explicit GroupTiles(const pdm_weight &weight)
+        : panels_(static_cast<const uint8_t *>(weight.panels)), panel_bytes_(weight.panel_bytes), group_(weight.group) {}
+    static constexpr int FEW_ROWS_BLOCK = 128, MANY_ROWS_BLOCK = 2048;
+    static constexpr bool IS_PACKED = false;
+
+    const uint16_t *tiles(int panel, int k_begin, int k_count, uint16_t *buffer) const {
+        constexpr bool IS_WIDE = FORMAT == PDM_W_Q4_WIDE;
+        const uint8_t *const begin = panels_ + size_t(panel) * panel_bytes_;
+        uint16_t *target = buffer;
+        for (int step = k_begin / STEP_INPUTS; step < (k_begin + k_count) / STEP_INPUTS; step++, target += BF16_STEP_BYTES / 2) {
+            const uint8_t *const header = begin + header_offset(FORMAT, group_, step);
+            const uint8_t *const codes = begin + step_offset(FORMAT, group_, step);
+            for (size_t line = 0; line < group_header_bytes(FORMAT); line += 64) prefetch(header + line);
+            const StepScales scales = load_scales<IS_WIDE>(header);
+            if constexpr (FORMAT == PDM_W_Q8)
+                expand_q8(codes, scales, target);
+            else
+                expand_q4(codes, scales, load_scales<IS_WIDE>(header + group_header_bytes(FORMAT) / 2), target);
+        }
+        return buffer;
+    }
+
+  private:
+    const uint8_t *const panels_;
+    const size_t panel_bytes_;
+    const int group_;
+};
+using Q8Tiles = GroupTiles<PDM_W_Q8>;
+using Q4Tiles = GroupTiles<PDM_W_Q4>;
+using Q4WideTiles = GroupTiles<PDM_W_Q4_WIDE>;
+
+}  // namespace
+}  // namespace pdm
