@@ -107,10 +107,8 @@ int pdm_pack(int format, int num_outputs, int num_inputs, int group, int is_gate
     const pdm_weight weight = {format, num_outputs, num_inputs, group, is_gated, 0, panel_bytes, panels};
     if (const char *wrong = check(&weight)) return fail(wrong);
     if (!values) return fail("values: missing");
-    if (format != PDM_W_F32 && format != PDM_W_BF16) {
-        pack_quantised(format, num_outputs, num_inputs, group, is_gated, values, panels);
-        return 0;
-    }
+    if (format != PDM_W_F32 && format != PDM_W_BF16)
+        return pack_quantised(format, num_outputs, num_inputs, group, is_gated, values, panels);
     for (int panel = 0; panel < pdm_num_panels(num_outputs, is_gated); panel++) {
         const float *rows[PDM_PANEL];
         for (int column = 0; column < PDM_PANEL; column++) {
