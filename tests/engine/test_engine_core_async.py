@@ -6,33 +6,33 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from pdmesh.engine.backend import StepBatch
 from pdmesh.engine.executor import Executor
 from pdmesh.engine.plan import StepPlan, StepResult
 from support.core_harness import CoreHarness
+from support.fake_backend import FakeBackend, expected_tokens
 
 
 class ToldWorker:
-    """Does each half of a step when it is told to, and says when it has."""
+    """Ends a step when it is told to, and says when it has begun one."""
 
     def __init__(self) -> None:
-        self.may_compute = threading.Semaphore(0)
-        self.may_sample = threading.Semaphore(0)
-        self.has_computed = threading.Semaphore(0)
+        self.may_end = threading.Semaphore(0)
+        self.has_begun = threading.Semaphore(0)
 
-    def run(self, plan: StepPlan, on_computed: Callable[[], None] | None = None) -> StepResult:
-        assert self.may_compute.acquire(timeout=10)
+    def run(self, plan: StepPlan, on_begin: Callable[[], None] | None = None) -> StepResult:
         if not plan.rows:
             raise RuntimeError("the device is on fire")
-        if on_computed is not None:
-            on_computed()
-        self.has_computed.release()
-        assert self.may_sample.acquire(timeout=10)
+        if on_begin is not None:
+            on_begin()
+        self.has_begun.release()
+        assert self.may_end.acquire(timeout=10)
         return StepResult(token_ids=list(plan.rows))
 
-    def compute(self) -> None:
-        self.may_compute.release()
-        assert self.has_computed.acquire(timeout=10)
+    def begin(self) -> None:
+        assert self.has_begun.acquire(timeout=10)
 
 
 @pytest.fixture
@@ -43,8 +43,7 @@ def worker() -> ToldWorker:
 def end(executor: Executor, worker: ToldWorker) -> None:
     """Let all that is under way end."""
     for _ in range(3):
-        worker.may_compute.release()
-        worker.may_sample.release()
+        worker.may_end.release()
     executor.close()
 
 
@@ -52,18 +51,17 @@ def test_a_step_that_ended_is_under_way_until_its_result_was_taken(worker: ToldW
     """Once, a third was planned here: on tokens that the scheduler had not heard of for two steps."""
     executor = Executor(worker, is_async=True)
     executor.submit(StepPlan(rows=[1]))
-    worker.compute()
     assert executor.can_take
     executor.submit(StepPlan(rows=[2]))
     assert not executor.can_take
-    worker.may_sample.release()
-    # It computes, so the first has ended.
-    worker.compute()
+    worker.begin()
+    worker.may_end.release()
+    # The second has begun, so the first has ended.
+    worker.begin()
     assert not executor.can_take
     [result] = executor.take_results()
     assert isinstance(result, StepResult)
     assert result.token_ids == [1]
-    # One under way again, which samples.
     assert executor.can_take
     end(executor, worker)
 
@@ -71,22 +69,59 @@ def test_a_step_that_ended_is_under_way_until_its_result_was_taken(worker: ToldW
 def test_a_failed_step_does_not_end_planning_ahead(worker: ToldWorker) -> None:
     executor = Executor(worker, is_async=True)
     executor.submit(StepPlan())
-    worker.may_compute.release()
     select.select([executor.fileno()], [], [], 10)
+    # Nothing is planned on it before it is judged.
+    assert not executor.can_take
     [failed] = executor.take_results()
     assert str(failed) == "the device is on fire"
     executor.submit(StepPlan(rows=[1]))
-    worker.compute()
     assert executor.can_take
     end(executor, worker)
 
 
-def test_a_step_that_samples_is_waited_for_without_asynchronous_scheduling(worker: ToldWorker) -> None:
+def test_a_step_is_waited_for_without_asynchronous_scheduling(worker: ToldWorker) -> None:
     executor = Executor(worker, is_async=False)
     executor.submit(StepPlan(rows=[1]))
-    worker.compute()
+    worker.begin()
     assert not executor.can_take
     end(executor, worker)
+
+
+class GatedBackend(FakeBackend):
+    """Computes when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_compute = threading.Semaphore(0)
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        assert self.may_compute.acquire(timeout=10)
+        return super().forward(batch)
+
+
+def test_who_comes_while_a_step_runs_is_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is planned already, but has not begun."""
+    backend = GatedBackend()
+    core = CoreHarness(is_async=True, backend=backend)
+    inbox, num_waits = core._inbox, 0
+    plain_wait = inbox.wait
+
+    def wait(descriptors: list[int]) -> None:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits == 1:
+            assert core.executor.num_submitted == 2
+            core.add([20, 21, 22], "late", max_tokens=3)
+            return
+        backend.may_compute.release(8)
+        plain_wait(descriptors)
+
+    monkeypatch.setattr(inbox, "wait", wait)
+    core.add([10, 11, 12], "early", max_tokens=3)
+    core.run()
+    assert [len(step.context_len) for step in backend.steps[:3]] == [1, 2, 2]
+    assert core.tokens("early") == expected_tokens([10, 11, 12], 3)
+    assert core.tokens("late") == expected_tokens([20, 21, 22], 3)
 
 
 def test_failed_steps_that_are_not_in_a_row_do_not_end_the_core() -> None:

@@ -17,7 +17,7 @@ class Boundary:
         self._run = core.runner.run
         self.num_bytes: list[int] = []
 
-    def run(self, plan: StepPlan, on_computed: object = None) -> StepResult:
+    def run(self, plan: StepPlan, on_begin: object = None) -> StepResult:
         data = msgspec.msgpack.encode(plan)
         self.num_bytes.append(len(data))
         result = self._run(msgspec.msgpack.decode(data, type=StepPlan))

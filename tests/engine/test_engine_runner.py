@@ -123,18 +123,16 @@ def test_copies_come_before_the_step(harness: RunnerHarness) -> None:
     # Without a row the copy is made all the same.
     target = harness._free.pop()
     harness.plan.copies = [(harness.blocks[1][0][0], target)]
-    calls: list[int] = []
-    assert harness.step({}, lambda: calls.append(1)) == StepResult(token_ids=[])
-    assert calls == [1]
+    assert harness.step({}) == StepResult(token_ids=[])
     assert (harness.pool.blocks[target] == harness.pool.blocks[harness.blocks[0][0][0]]).all()
 
 
-def test_computed_is_told_once_behind_the_model_and_before_the_tokens(harness: RunnerHarness) -> None:
+def test_the_begin_is_told_once_with_the_input_ready_and_before_the_model_runs(harness: RunnerHarness) -> None:
     harness.add(0, PROMPT)
     seen: list[tuple[int, int]] = []
     table = harness.runner._rows.tokens
-    harness.step({0: 7}, lambda: seen.append((len(harness.backend.steps), int(table[0, 7]))))
-    assert seen == [(1, 0)]
+    harness.step({0: 7}, lambda: seen.append((len(harness.backend.steps), int(table[0, 6]))))
+    assert seen == [(0, PROMPT[6])]
     assert int(table[0, 7]) == expected_tokens(PROMPT, 1)[0]
 
 
@@ -262,10 +260,7 @@ def test_a_plan_without_rows_is_applied_and_computes_nothing(harness: RunnerHarn
     harness.step({0: 2, 1: 2})
     source, target = harness.blocks[0][0][0], 200
     harness.plan.copies, harness.plan.freed = [(source, target)], [1]
-    computed: list[bool] = []
-    result = harness.step({}, lambda: computed.append(True))
-    assert result == StepResult(token_ids=[])
-    assert computed == [True]
+    assert harness.step({}) == StepResult(token_ids=[])
     assert np.array_equal(harness.pool.blocks[source], harness.pool.blocks[target])
     with pytest.raises(AssertionError, match="no sequence has"):
         harness.runner._rows.new_of(1)

@@ -4,6 +4,7 @@ Hypothesis picks arrivals, aborts, pulls that succeed and fail, offers released,
 all; pools are tiny, so that preemption is the rule. What is asserted stands in `support.scheduler_world`.
 """
 
+import random
 from typing import Any, ClassVar
 
 import pytest
@@ -69,6 +70,7 @@ class Machine(RuleBasedStateMachine):
         end_at=st.integers(0, 8),
         salt=st.sampled_from(["", "", "a"]),
         flags=st.integers(0, 3),
+        is_late=st.sampled_from([True, True, False]),
     )
     def add(
         self,
@@ -84,6 +86,7 @@ class Machine(RuleBasedStateMachine):
         end_at: int,
         salt: str,
         flags: int,
+        is_late: bool,
     ) -> None:
         emitted = max(emitted, 1) if source == "peer" else 0 if source in ("tier", "stock") else emitted
         if kind == "scoring":
@@ -107,6 +110,9 @@ class Machine(RuleBasedStateMachine):
                 fail_policy="fail" if flags & 2 else "recompute",
             )
         )
+        # As the core does while the last plan has not begun.
+        if is_late and self.world.may_extend:
+            self.world.extend()
 
     @precondition(lambda self: self.world.open)
     @rule(which=st.integers(0, 1 << 16), everything=st.booleans())
@@ -128,6 +134,11 @@ class Machine(RuleBasedStateMachine):
     @rule(is_crashing=st.sampled_from([False, False, False, True]))
     def plan(self, is_crashing: bool) -> None:
         self.world.plan(is_crashing=is_crashing)
+
+    @precondition(lambda self: self.world.may_extend)
+    @rule()
+    def extend(self) -> None:
+        self.world.extend()
 
     @rule()
     def end_step(self) -> None:
@@ -192,6 +203,41 @@ def test_everything_is_in_exactly_one_place(kind: tuple[bool, bool, tuple[int, .
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_is_in_exactly_one_place_for_100_000_events(kind: tuple[bool, bool, tuple[int, ...]]) -> None:
     assert run_machine(kind, num_examples=200, num_steps=60, is_fixed=False) >= 100_000 // len(KINDS)
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 6)])
+def test_who_comes_late_joins_a_plan_that_has_not_begun(windows: tuple[int, ...]) -> None:
+    """Chance alone seldom leaves room in a plan, so here there is some: rows, tokens and blocks."""
+    num_extended = 0
+    for seed in range(60):
+        pick = random.Random(seed)
+        world = World(WorldConfig(windows=windows, num_blocks=pick.choice([12, 24, 40]) * len(windows), budget=40))
+        for _ in range(60):
+            event = pick.random()
+            if event < 0.3:
+                world.add(
+                    Wish(
+                        prompt=[2 + (7 * pick.randrange(3) + index) % 90 for index in range(pick.randint(1, 14))],
+                        n=pick.choice([1, 1, 2]),
+                        max_tokens=pick.randint(1, 6),
+                        eos_at=pick.choice([-1, -1, 1, 2]),
+                        source=pick.choice(["", "", "", "tier"]),
+                    )
+                )
+                if world.may_extend:
+                    world.extend()
+            elif event < 0.35 and world.open:
+                world.abort(*pick.choice(sorted(world.open)))
+            elif event < 0.45:
+                for transfer_id in [each for each in world.pulls if world.can_end_pull(each)]:
+                    world.end_pull(transfer_id)
+            elif event < 0.75:
+                world.plan()
+            else:
+                world.end_step()
+        world.finish()
+        num_extended += world.num_extended
+    assert num_extended > 50
 
 
 def test_copies_of_a_step_that_crashed_are_not_trusted() -> None:

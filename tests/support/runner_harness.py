@@ -72,7 +72,7 @@ class RunnerHarness:
             )
         )
 
-    def step(self, rows: dict[int, int], on_computed: Callable[[], None] | None = None) -> StepResult:
+    def step(self, rows: dict[int, int], on_begin: Callable[[], None] | None = None) -> StepResult:
         """Compute so many tokens of each row; those that reach their end sample."""
         plan, self.plan = self.plan, StepPlan()
         for row, count in rows.items():
@@ -84,7 +84,7 @@ class RunnerHarness:
             plan.samples.append(start + count == self.lengths[row])
             self.computed[row] = start + count
             self.lengths[row] += plan.samples[-1]
-        return self.runner.run(plan, on_computed)
+        return self.runner.run(plan, on_begin)
 
     def generate(self, rows: list[int], count: int) -> dict[int, list[int]]:
         """Compute what the rows have in one step, then one token per step, until each has `count` new ones."""

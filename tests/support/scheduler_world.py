@@ -17,7 +17,6 @@ from pdmesh.engine.kv_groups import KVGroup, blocks_at_once
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
 from pdmesh.engine.messages import AddRequest, BlocksComputed, OfferSealed
-from pdmesh.engine.plan import StepResult
 from pdmesh.engine.request import BrokenSequence, Sequence
 from pdmesh.engine.scheduler import Schedule, Scheduler
 from pdmesh.engine.states import State
@@ -28,8 +27,8 @@ from support.waiting_bound import WaitingBound
 
 VOCAB_SIZE = 100
 MAX_FINAL_EVENTS = 20_000
-# Steps may be planned when one's result has not been taken and the next one has computed its logits already.
-MAX_LAG = 2
+# A step may be planned while the one before it runs.
+MAX_LAG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +55,9 @@ class WorldConfig:
 @dataclass
 class UnderWay:
     schedule: Schedule
-    result: StepResult
-    has_crashed: bool
+    is_crashing: bool
+    is_after_crash: bool
+    """Planned before a crash under way was known."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class OpenPull:
     tokens: list[int]
     era: int
     barrier: int
-    """Steps planned before it was ordered: it starts when they have ended."""
+    """Steps that may write to its blocks: it starts when they have ended."""
     is_cancelled: bool = False
 
 
@@ -132,7 +132,11 @@ class World:
         self.under_way: deque[UnderWay] = deque()
         self.num_planned = 0
         self.num_ended = 0
+        self.num_unsafe = 0
+        """Steps that must have ended before a pull may write to blocks that are free now."""
         self.num_events = 0
+        self.num_extended = 0
+        """Rows that were added to a plan."""
         self.now = 0
         """Seconds, on the scheduler's clock."""
 
@@ -177,41 +181,64 @@ class World:
 
     def plan(self, *, is_crashing: bool = False) -> bool:
         """The core plans a step, if it may; returns whether there was one."""
-        if len(self.under_way) > (MAX_LAG if self.config.is_async else 0):
+        if len(self.under_way) > (MAX_LAG if self.config.is_async else 0) or self._copies_under_way:
             return False
         before = self.bound.look(self.state)
         is_alone = len(self.state.running) + len(self.state.waiting) == 1
         schedule = self.scheduler.schedule()
+        self._note_strays(self.num_planned)
         if schedule.is_empty:
             self._check_idle()
             self._after_event()
             return False
         self.num_planned += 1
+        self._note_copies(schedule)
         self._check_plan(schedule, is_alone=is_alone)
         if schedule.sequences:
             self.bound.note_plan(before, self.state, schedule)
-        is_after_crash = any(step.has_crashed for step in self.under_way)
-        result = self.worker.run(schedule.plan, is_crashing=is_crashing, is_after_crash=is_after_crash)
-        self.under_way.append(UnderWay(schedule, result, is_crashing))
+        is_after_crash = any(step.is_crashing for step in self.under_way)
+        self.under_way.append(UnderWay(schedule, is_crashing, is_after_crash))
         self._after_event()
         return True
 
+    def extend(self) -> None:
+        """The core has the last plan back, adds who came meanwhile, and submits it again."""
+        schedule = self.under_way[-1].schedule
+        before, num_rows = self.bound.look(self.state), len(schedule.sequences)
+        self.scheduler.extend(schedule)
+        self._note_strays(self.num_planned - 1)
+        self._note_copies(schedule)
+        # The rows that were there may have got more than the threshold, while they were alone.
+        self._check_plan(schedule, is_alone=True)
+        if self.limits.long_prefill_token_threshold and not self.limits.is_threshold_adaptive:
+            assert max(schedule.plan.counts[num_rows:], default=0) <= self.limits.long_prefill_token_threshold
+        self.bound.note_extension(before, schedule)
+        self.num_extended += len(schedule.sequences) - num_rows
+        self._after_event()
+
+    @property
+    def may_extend(self) -> bool:
+        """Whether the last plan could be added to. None has begun that has not ended: as late as can be."""
+        return bool(self.under_way) and self.scheduler.may_extend(self.under_way[-1].schedule)
+
     def end_step(self) -> bool:
-        """The oldest step under way ends; returns whether there was one."""
+        """The oldest step under way is executed and ends; returns whether there was one."""
         if not self.under_way:
             return False
         step = self.under_way.popleft()
         self.num_ended += 1
-        failed = [step.schedule.sequences[index] for index in step.result.failures]
+        result = self.worker.run(step.schedule.plan, is_crashing=step.is_crashing, is_after_crash=step.is_after_crash)
+        failed = [step.schedule.sequences[index] for index in result.failures]
         broken = [block for each in failed for block in table_blocks(each.blocks)]
-        if step.has_crashed:
+        if step.is_crashing:
             self.crashed |= {each.request.request_id for each in step.schedule.sequences}
             self.scheduler.fail(step.schedule, "crashed")
         else:
-            self.scheduler.update(step.schedule, step.result)
+            self.scheduler.update(step.schedule, result)
+        sources = {source for each in self.under_way for source, _ in each.schedule.plan.copies}
         for block in broken:
             # KV that led to NaN may be broken itself: who finds it from now on gets garbage.
-            if self.pool.is_free(block):
+            if self.pool.is_free(block) and block not in sources:
                 self.worker.content[block] = [GARBAGE] * BLOCK_SIZE
         self._after_event()
         return True
@@ -271,6 +298,18 @@ class World:
         assert self.state.kv.num_used == 0
         assert not self.state.requests
 
+    @property
+    def _copies_under_way(self) -> bool:
+        return bool(self.under_way) and bool(self.under_way[-1].schedule.plan.copies)
+
+    def _note_strays(self, num_planned: int) -> None:
+        if self.state.take_strays():
+            self.num_unsafe = num_planned
+
+    def _note_copies(self, schedule: Schedule) -> None:
+        if schedule.plan.copies:
+            self.num_unsafe = self.num_planned
+
     def _note_preemption(self, sequence: Sequence) -> None:
         self._preempt(sequence)
         self.bound.note_preemption(sequence)
@@ -279,6 +318,7 @@ class World:
 
     def _after_event(self) -> None:
         self.num_events += 1
+        self._note_strays(self.num_planned)
         self._collect()
         state, limits = self.state, self.limits
         state.check_integrity()
@@ -367,7 +407,7 @@ class World:
             assert len(pull.source_block_ids) == len(pull.generations) == len(pull.target_block_ids) > 0
             script = self.scripts[int(pull.transfer_id.removeprefix("t-r"))]
             tokens = [*script.prompt, *continued(script, 0, self.wishes[f"r{script.number}"].emitted)]
-            self.pulls[pull.transfer_id] = OpenPull(pull, script, tokens, self.worker.era, self.num_planned)
+            self.pulls[pull.transfer_id] = OpenPull(pull, script, tokens, self.worker.era, self.num_unsafe)
         for transfer_id in outbox.cancels:
             self.pulls[transfer_id].is_cancelled = True
 

@@ -91,6 +91,12 @@ class WaitingBound:
             assert leader in each.ahead, f"{each.request.lead} waits behind {leader}, which is not ahead of it"
             each.num_steps += 1
 
+    def note_extension(self, before: Before, schedule: Schedule) -> None:
+        """Check the order in which a plan was added to; who got a row does not wait any more."""
+        self._check_order(before, schedule)
+        for sequence in schedule.sequences:
+            self.waiting.pop(sequence.request.number, None)
+
     def check(self, state: EngineState) -> None:
         """Assert that nobody has waited too long."""
         for number, each in list(self.waiting.items()):

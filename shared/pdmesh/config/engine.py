@@ -54,7 +54,7 @@ class EngineConfig(ServiceConfig, HttpConfig):
     priority_aging_s: float = Field(default=0.0, ge=0, le=86400)
     """With priority: seconds of waiting that outweigh one step of priority, so that nobody starves; 0: strict."""
     async_scheduling: bool = True
-    """Plan the next step while the running one samples."""
+    """Plan the next step while one runs."""
     stream_interval: int = Field(default=1, ge=1, le=1 << 20)
     """Tokens per streamed message; the first token always goes at once."""
     enable_prefix_caching: bool = True

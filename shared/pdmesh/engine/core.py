@@ -1,8 +1,8 @@
 """The engine core's loop: take messages, ended pulls and ended steps in, plan the next step, send what came of it; sleep when
 there is nothing.
 
-One thread owns the scheduler, another the model (see `executor`). With asynchronous scheduling a step is planned as soon as
-the one before it has computed its logits, while that one still samples.
+One thread owns the scheduler, another the model (see `executor`). With asynchronous scheduling a step is planned while the
+one before it computes; requests that come before it begins are added to it.
 """
 
 import contextlib
@@ -75,6 +75,10 @@ class Core:
         self._under_way: deque[Schedule] = deque()
         self._pulls: deque[tuple[int, Pull]] = deque()
         """Pulls, and the number of steps that must have ended first: those may still write where the pull will."""
+        self._num_unsafe = 0
+        """As many steps must have ended before blocks that are free now are written to by anything but a later step."""
+        self._has_arrivals = False
+        """Whether somebody waits who may not have been there when the last step was planned."""
         self._cancelled: set[str] = set()
         """Of those pulls."""
         self._is_stopping = False
@@ -90,7 +94,8 @@ class Core:
             if self._is_stopping:
                 return
             has_stepped = self._take_results()
-            self._plan()
+            while self._plan():
+                pass
             self._flush(has_stepped=has_stepped)
             if not self._links.has_refused:
                 self._rest()
@@ -100,6 +105,7 @@ class Core:
             with self._expelling():
                 self._handle(order)
         for ended in self._links.poll():
+            self._has_arrivals = True
             with self._expelling():
                 self._scheduler.end_pull(ended.result, ended.connector)
         for message in self._links.take_news():
@@ -143,17 +149,44 @@ class Core:
             self._flush(has_stepped=True)
             raise InternalError(f"{MAX_FAILED_STEPS} steps in a row failed, the last with {type(exc).__name__}: {exc}")
 
-    def _plan(self) -> None:
-        """Submit the next step, if the executor would take it up at once and there is something to compute."""
-        if self._executor.can_take:
-            schedule = self._scheduler.schedule()
-            # Pulls go first, so that memory moves while the step computes.
+    def _plan(self) -> bool:
+        """Submit the next step, if it would run next and there is something to compute; whether there was."""
+        if not self._may_plan:
+            if self._has_arrivals and self._under_way:
+                self._has_arrivals = False
+                self._extend(self._under_way[-1])
             self._order_pulls()
-            if not schedule.is_empty:
-                self._under_way.append(schedule)
-                self._executor.submit(schedule.plan)
-        else:
+            return False
+        self._has_arrivals = False
+        schedule = self._scheduler.schedule()
+        # Pulls go first, so that memory moves while the step computes.
+        self._order_pulls()
+        if schedule.is_empty:
+            return False
+        self._under_way.append(schedule)
+        self._submit(schedule)
+        return True
+
+    @property
+    def _may_plan(self) -> bool:
+        # Should a step with copies fail, nobody knows which blocks are whole: nothing may be planned on it before.
+        return self._executor.can_take and not (self._under_way and self._under_way[-1].plan.copies)
+
+    def _extend(self, schedule: Schedule) -> None:
+        """Let who came after the last step was planned take part in it, if it has not begun."""
+        if not self._scheduler.may_extend(schedule) or not self._executor.recall():
+            return
+        try:
+            self._scheduler.extend(schedule)
             self._order_pulls()
+        finally:
+            self._submit(schedule)
+
+    def _submit(self, schedule: Schedule) -> None:
+        self._executor.submit(schedule.plan)
+        if schedule.plan.copies:
+            # Its copies' sources may be free by now.
+            self._num_unsafe = self._executor.num_submitted
 
     def _handle(self, message: ToCore) -> None:
         match message:
@@ -174,6 +207,7 @@ class Core:
                 self._is_stopping = True
 
     def _add(self, message: AddRequest) -> None:
+        self._has_arrivals = True
         try:
             self._scheduler.add(message)
         except Exception as exc:  # whatever a request holds, the others go on
@@ -182,8 +216,10 @@ class Core:
 
     def _order_pulls(self) -> None:
         """Start the pulls that no step under way can disturb, in order, and cancel what is not wanted any more."""
+        if self._scheduler.state.take_strays():
+            self._num_unsafe = self._executor.num_submitted
         outbox = self._scheduler.state.outbox
-        self._pulls.extend((self._executor.num_submitted, pull) for pull in outbox.pulls)
+        self._pulls.extend((self._num_unsafe, pull) for pull in outbox.pulls)
         waiting = {pull.transfer_id for _, pull in self._pulls}
         for transfer_id in outbox.cancels:
             if transfer_id in waiting:

@@ -63,8 +63,14 @@ class EngineState:
         self.counters = Counters()
         self.freed_rows: list[int] = []
         """Rows that the worker has not been told of yet."""
+        self._has_strays = False
         self._rows = deque(range(limits.max_num_seqs))
         """Free ones."""
+
+    def take_strays(self) -> bool:
+        """Whether, since the last call, blocks were freed that a step under way may still write to."""
+        strays, self._has_strays = self._has_strays, False
+        return strays
 
     def take_outbox(self) -> Outbox:
         taken, self.outbox = self.outbox, Outbox()
@@ -118,6 +124,7 @@ class EngineState:
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks away; it waits in its place, before all that come after it, to compute them again."""
         before = sequence.state
+        self._note_stray(sequence)
         sequence.apply(Event.PREEMPTED)
         if before is State.RUNNING:
             self._stop_running(sequence)
@@ -199,6 +206,7 @@ class EngineState:
     def expel(self, request: Request, error: MeshError) -> None:
         """End a request whose states cannot be trusted: its sequences are looked for in every place there is."""
         for sequence in list(request.sequences.values()):
+            self._note_stray(sequence)
             if sequence.row != NO_ROW:
                 self._free_row(sequence)
             self.running[:] = [each for each in self.running if each is not sequence]
@@ -345,6 +353,7 @@ class EngineState:
 
     def _leave(self, sequence: Sequence, state: State) -> None:
         """Take a sequence out of the place that `state` means; its blocks go back, or into quarantine while a pull may write."""
+        self._note_stray(sequence)
         match state:
             case State.RUNNING:
                 self._stop_running(sequence)
@@ -360,6 +369,9 @@ class EngineState:
                 load.owner, load.quarantined = None, self.kv.detach(sequence)
                 self.outbox.cancels.append(load.source.transfer_id)
         self.kv.release(sequence)
+
+    def _note_stray(self, sequence: Sequence) -> None:
+        self._has_strays = self._has_strays or sequence.num_in_flight > 0
 
     def _stop_running(self, sequence: Sequence) -> None:
         index = bisect.bisect_left(self.running, sequence.order, key=_order)

@@ -1,9 +1,10 @@
 """Runs plans one after the other on a thread of its own, so that the core plans, receives and sends meanwhile.
 
-At most two plans are here: one that samples, and one that computes as soon as that has ended. The second is submitted when the
-first has computed its logits, before its tokens are known: that is asynchronous scheduling.
+At most two plans are here: one that runs, and one that follows it at once. The second is submitted while the first computes,
+before its tokens are known: that is asynchronous scheduling. Until it begins it can be had back, for who came meanwhile.
 """
 
+import contextlib
 import os
 import queue
 import threading
@@ -19,8 +20,8 @@ CLOSE_GRACE_S = 30.0
 class Worker(Protocol):
     """What executes a plan: `runner.Runner`."""
 
-    def run(self, plan: StepPlan, on_computed: Callable[[], None] | None = None) -> StepResult:
-        """Execute a plan; `on_computed` is called when nothing but sampling is left."""
+    def run(self, plan: StepPlan, on_begin: Callable[[], None] | None = None) -> StepResult:
+        """Execute a plan; `on_begin` is called when its input is ready and the model begins."""
 
 
 class Executor:
@@ -29,12 +30,15 @@ class Executor:
     def __init__(self, worker: Worker, *, is_async: bool) -> None:
         self._worker = worker
         self._is_async = is_async
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[list[StepPlan | None]] = queue.SimpleQueue()
+        """Each in a list, out of which either thread pops it: who does has it."""
+        self._last: list[StepPlan | None] = []
+        """The one that was submitted last."""
         self._done: queue.SimpleQueue[StepResult | Exception] = queue.SimpleQueue()
+        self._untold: StepResult | Exception | None = None
+        """Of the step that ended last; the worker's thread alone looks at it."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._num_submitted = 0
-        self._num_computed = 0
-        """Counted by the worker's thread alone."""
         self.num_ended = 0
         """Steps whose results were taken."""
         self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
@@ -51,12 +55,11 @@ class Executor:
 
     @property
     def can_take(self) -> bool:
-        """Whether a plan submitted now would be computed next."""
+        """Whether a plan submitted now would be the next to run."""
         if self.is_idle:
             return True
-        is_next = self._is_async and self._num_submitted == self._num_computed == self.num_ended + 1
         # A step that ended may have failed, and must be judged before anything is planned on it.
-        return is_next and self._done.empty()
+        return self._is_async and self._num_submitted == self.num_ended + 1 and self._done.empty()
 
     def fileno(self) -> int:
         """Readable when `can_take` or `take_results` may have changed."""
@@ -64,7 +67,17 @@ class Executor:
 
     def submit(self, plan: StepPlan) -> None:
         self._num_submitted += 1
-        self._plans.put(plan)
+        self._last = [plan]
+        self._plans.put(self._last)
+
+    def recall(self) -> bool:
+        """Take the plan that was submitted last back, to be submitted again; False when it has begun."""
+        try:
+            self._last.pop()
+        except IndexError:
+            return False
+        self._num_submitted -= 1
+        return True
 
     def take_results(self) -> list[StepResult | Exception]:
         """Return what ended since the last call, in order; never blocks."""
@@ -80,27 +93,38 @@ class Executor:
 
     def close(self) -> None:
         """End the thread behind the steps that are here."""
-        self._plans.put(None)
+        self._plans.put([None])
         self._thread.join(CLOSE_GRACE_S)
         if not self._thread.is_alive():
             os.close(self._wake_fd)
 
     def _work(self) -> None:
-        while (plan := self._plans.get()) is not None:
-            num_before = self._num_computed
+        while (plan := self._next_plan()) is not None:
             try:
-                outcome: StepResult | Exception = self._worker.run(
-                    plan, self._note_computed if self._is_async else None
-                )
+                outcome: StepResult | Exception = self._worker.run(plan, self._tell)
             except Exception as exc:  # a step that failed is the core's to judge
                 outcome = exc
             except BaseException as exc:  # whatever a step raises, this thread must not end with it
                 outcome = RuntimeError(f"{type(exc).__name__}: {exc}")
-            # In this order: who sees the count sees the outcome too.
-            self._done.put(outcome)
-            self._num_computed = num_before + 1
-            os.eventfd_write(self._wake_fd, 1)
+            # One that failed before it began has not told of the step before it.
+            self._tell()
+            self._untold = outcome
+        self._tell()
 
-    def _note_computed(self) -> None:
-        self._num_computed += 1
-        os.eventfd_write(self._wake_fd, 1)
+    def _next_plan(self) -> StepPlan | None:
+        """Return the plan that follows. When one is here it begins first: the core, told now, would contend for Python's lock
+        with the thread that the device waits for."""
+        while True:
+            try:
+                place = self._plans.get_nowait()
+            except queue.Empty:
+                self._tell()
+                place = self._plans.get()
+            with contextlib.suppress(IndexError):
+                return place.pop()
+
+    def _tell(self) -> None:
+        if self._untold is not None:
+            self._done.put(self._untold)
+            self._untold = None
+            os.eventfd_write(self._wake_fd, 1)

@@ -43,8 +43,8 @@ class Runner:
         self._sampler = Sampler(self._rows)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, on_computed: Callable[[], None] | None = None) -> StepResult:
-        """Execute a plan; `on_computed` is called once the model has run and only sampling is left.
+    def run(self, plan: StepPlan, on_begin: Callable[[], None] | None = None) -> StepResult:
+        """Execute a plan; `on_begin` is called when its input is ready and the model begins.
 
         What goes wrong with one row is in the result; raises whatever the backend raises.
         """
@@ -52,13 +52,11 @@ class Runner:
         if plan.copies:
             self._backend.copy_blocks(plan.copies)
         if not plan.rows:
-            if on_computed is not None:
-                on_computed()
             return StepResult(token_ids=[])
         step = gather(self._rows, plan)
+        if on_begin is not None:
+            on_begin()
         logits_RV = on_host(self._backend.forward(step.batch))
-        if on_computed is not None:
-            on_computed()
         return self._finish(plan, step, logits_RV)
 
     def _finish(self, plan: StepPlan, step: Step, logits_RV: NDArray[np.float32]) -> StepResult:

@@ -36,6 +36,8 @@ class Schedule:
 
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)
+    num_free: int = -1
+    """Blocks that were free when it had been planned; -1: nobody may be added to it."""
 
     def add(self, sequence: Sequence, start: int, count: int) -> None:
         """Let a running sequence compute `count` tokens from `start` on, and sample when these reach its last."""
@@ -163,7 +165,25 @@ class Scheduler:
             plan, state = schedule.plan, self.state
             plan.freed, state.freed_rows = state.freed_rows, []
             plan.copies = state.kv.take_copies()
+        if not has_preempted:
+            schedule.num_free = self.state.kv.num_free
         return schedule
+
+    def may_extend(self, schedule: Schedule) -> bool:
+        """Whether `extend` could add anybody to the plan that was made last."""
+        state = self.state
+        # Rows and blocks that came free meanwhile may still be in the plan, and two of its rows must not write to one block.
+        is_intact = not state.freed_rows and state.kv.num_free == schedule.num_free
+        return bool(state.waiting) and bool(schedule.sequences) and is_intact
+
+    def extend(self, schedule: Schedule) -> None:
+        """Add who waits, as far as there is room, to the plan that was made last, if `may_extend` and no worker has seen it."""
+        num_bugs = self.state.counters.illegal_events
+        self._schedule_waiting(schedule, self._limits.max_num_batched_tokens - schedule.num_tokens)
+        if self.state.counters.illegal_events > num_bugs:
+            schedule.drop_ended()
+        schedule.plan.copies += self.state.kv.take_copies()
+        schedule.num_free = self.state.kv.num_free
 
     def update(self, schedule: Schedule, result: StepResult) -> None:
         """Take in what a step produced. Steps are updated in the order in which they were planned."""
