@@ -60,20 +60,26 @@ def packed_bytes(
 
 
 def pack_values(
-    library: Library, format: Format, values: torch.Tensor, *, group: int = 0, is_gated: bool = False
+    library: Library,
+    format: Format,
+    values: torch.Tensor,
+    *,
+    group: int = 0,
+    is_gated: bool = False,
+    target: NDArray[np.uint8] | None = None,
 ) -> PackedWeight:
     """Pack a float tensor [n, K]; I8 and Q8 (with `group`) are quantised here. `is_gated`: its rows are gate, then up.
 
-    Raises LibraryError where the format cannot hold it: a value that is not finite, or is too large.
+    `target`: where to write, `packed_bytes` long and aligned; else new memory. Raises LibraryError where the format cannot
+    hold it: a value that is not finite, or is too large.
     """
     num_outputs, num_inputs = values.shape
-    panels = _aligned(packed_bytes(library, format, num_outputs, num_inputs, group, is_gated))
+    panels = _panels(library, format, num_outputs, num_inputs, group, is_gated, target)
     chunk_rows = num_outputs if is_gated else CHUNK_ROWS
     for start in range(0, num_outputs, chunk_rows):
         rows = values[start : start + chunk_rows].float().contiguous()
-        begin = packed_bytes(library, format, start, num_inputs, group, False)
-        target = panels.ctypes.data + begin
-        library.call("pdm_pack", format, rows.shape[0], num_inputs, group, is_gated, rows.data_ptr(), target)
+        address = panels.ctypes.data + packed_bytes(library, format, start, num_inputs, group, False)
+        library.call("pdm_pack", format, rows.shape[0], num_inputs, group, is_gated, rows.data_ptr(), address)
     return PackedWeight(format, num_outputs, num_inputs, group, is_gated, panels)
 
 
@@ -86,10 +92,12 @@ def pack_codes(
     *,
     group: int,
     is_gated: bool = False,
+    target: NDArray[np.uint8] | None = None,
 ) -> PackedWeight:
     """Pack codes [n, K], w = scale * code + offset per `group` inputs: scales and offsets [n, K / group rounded up].
 
-    Q8 has codes of 128 more than the number, and no offsets. Raises LibraryError where the format cannot hold them exactly.
+    Q8 has codes of 128 more than the number, and no offsets. `target` as for `pack_values`. Raises LibraryError where the
+    format cannot hold them exactly.
     """
     num_outputs, num_inputs = codes.shape
     wanted = (num_outputs, -(-num_inputs // group))
@@ -98,7 +106,7 @@ def pack_codes(
     codes = np.ascontiguousarray(codes, dtype=np.uint8)
     scales = np.ascontiguousarray(scales, dtype=np.float32)
     offsets = None if offsets is None else np.ascontiguousarray(offsets, dtype=np.float32)
-    panels = _aligned(packed_bytes(library, format, num_outputs, num_inputs, group, is_gated))
+    panels = _panels(library, format, num_outputs, num_inputs, group, is_gated, target)
     library.call(
         "pdm_pack_codes",
         format,
@@ -121,7 +129,20 @@ def unpack_row(library: Library, weight: PackedWeight, row: int) -> NDArray[np.f
     return values
 
 
-def _aligned(num_bytes: int) -> NDArray[np.uint8]:
+def _panels(
+    library: Library,
+    format: Format,
+    num_outputs: int,
+    num_inputs: int,
+    group: int,
+    is_gated: bool,
+    target: NDArray[np.uint8] | None,
+) -> NDArray[np.uint8]:
+    num_bytes = packed_bytes(library, format, num_outputs, num_inputs, group, is_gated)
+    if target is not None:
+        if target.shape != (num_bytes,) or target.ctypes.data % ALIGNMENT:
+            raise ValueError(f"target must be {num_bytes} bytes at a multiple of {ALIGNMENT}, is {target.shape}")
+        return target
     memory = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + num_bytes]
