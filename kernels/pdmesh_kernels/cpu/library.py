@@ -97,14 +97,24 @@ def choose_isa(library: Library, wanted: str) -> Isa:
 
 
 def cache_folder() -> Path:
-    """Return where what can be made again is kept: $XDG_CACHE_HOME or ~/.cache."""
+    """Return where what can be made again is kept: $XDG_CACHE_HOME or ~/.cache. Raises OSError without a home."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "pdmesh"
+    try:
+        return Path(base).expanduser() / "pdmesh"
+    except RuntimeError as exc:
+        raise FileNotFoundError(f"no cache folder: {exc}") from exc
+
+
+def is_ours(status: os.stat_result) -> bool:
+    """Whether nobody but this user, its group and root can have written a file or folder."""
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & 0o002
 
 
 def _build_in_cache() -> Path:
     folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_ours(folder.stat()):
+        raise PermissionError(f"{folder} belongs to, or can be written by, another user")
     target = folder / f"libpdmesh_cpu-{source_digest()}.so"
     with (folder / "build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
