@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pdmesh.engine.messages import AddRequest
-from pdmesh.engine.scheduler import Schedule
+from pdmesh.engine.schedule import Schedule
 from pdmesh.engine.torch_backend import TorchBackend
 from pdmesh.models.source import DEMO_MODEL
 from support.core_harness import CoreHarness, make_add

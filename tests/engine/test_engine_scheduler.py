@@ -9,7 +9,8 @@ from pdmesh.engine.kv_groups import KVGroup
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
 from pdmesh.engine.plan import NO_BLOCK, NO_TOKEN, StepResult
-from pdmesh.engine.scheduler import Schedule, Scheduler
+from pdmesh.engine.schedule import Schedule
+from pdmesh.engine.scheduler import Scheduler
 from pdmesh.engine.states import FINISH_REASON, TRANSITIONS, Event, IllegalEvent, State, after
 from pdmesh.protocol.messages import GroupBlocks, KVSource, RepetitionDetection, TokenLogprobs
 from support.core_harness import make_add

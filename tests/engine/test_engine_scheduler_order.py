@@ -10,7 +10,8 @@ from pdmesh.engine.kv_manager import Hit, KVManager
 from pdmesh.engine.limits import Limits
 from pdmesh.engine.plan import NO_TOKEN, StepResult
 from pdmesh.engine.request import Sequence
-from pdmesh.engine.scheduler import Schedule, Scheduler
+from pdmesh.engine.schedule import Schedule
+from pdmesh.engine.scheduler import Scheduler
 from pdmesh.engine.states import State
 from pdmesh.protocol.messages import GroupBlocks, KVSource
 from support.core_harness import make_add

@@ -18,7 +18,8 @@ from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
 from pdmesh.engine.messages import AddRequest, BlocksComputed, OfferSealed
 from pdmesh.engine.request import BrokenSequence, Sequence
-from pdmesh.engine.scheduler import Schedule, Scheduler
+from pdmesh.engine.schedule import Schedule
+from pdmesh.engine.scheduler import Scheduler
 from pdmesh.engine.states import State
 from pdmesh.protocol.messages import ChoiceDelta
 from support.plan_worker import EOS, GARBAGE, PlanWorker, Script, chain, table_blocks

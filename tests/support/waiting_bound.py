@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.limits import Limits
 from pdmesh.engine.request import Request, Sequence
-from pdmesh.engine.scheduler import MAX_PROMPT_LOGPROBS_TOKENS, Schedule
+from pdmesh.engine.schedule import Schedule
+from pdmesh.engine.scheduler import MAX_PROMPT_LOGPROBS_TOKENS
 from pdmesh.engine.states import State
 
 Choice = tuple[int, int]

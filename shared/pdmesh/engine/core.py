@@ -32,7 +32,8 @@ from pdmesh.engine.messages import (
 )
 from pdmesh.engine.plan import StepResult
 from pdmesh.engine.request import BrokenSequence
-from pdmesh.engine.scheduler import Schedule, Scheduler
+from pdmesh.engine.schedule import Schedule
+from pdmesh.engine.scheduler import Scheduler
 from pdmesh.errors import InternalError
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ A step may be planned while the one before it still runs: its token counts are k
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from pdmesh.connector.base import PullResult
 from pdmesh.engine.admission import Admission
@@ -15,10 +14,11 @@ from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
 from pdmesh.engine.messages import AddRequest
-from pdmesh.engine.plan import BlockUpdate, NewRow, StepPlan, StepResult
+from pdmesh.engine.plan import BlockUpdate, NewRow, StepResult
 from pdmesh.engine.progress import Progress, end_of
 from pdmesh.engine.remote_kv import Begun, RemoteKV
 from pdmesh.engine.request import BrokenSequence, Request, Sequence
+from pdmesh.engine.schedule import Schedule
 from pdmesh.engine.states import Event, State
 from pdmesh.errors import InternalError, MeshError
 from pdmesh.protocol.messages import SamplingParams
@@ -28,48 +28,6 @@ log = logging.getLogger(__name__)
 # Prompt tokens of one step whose log-probabilities are wanted: each takes logits of a whole vocabulary, 256 of them 50 to
 # 150 MB in float32.
 MAX_PROMPT_LOGPROBS_TOKENS = 256
-
-
-@dataclass(slots=True)
-class Schedule:
-    """A planned step, and whose its rows are."""
-
-    plan: StepPlan = field(default_factory=StepPlan)
-    sequences: list[Sequence] = field(default_factory=list)
-    num_free: int = -1
-    """Blocks that were free when it had been planned; -1: nobody may be added to it."""
-
-    def add(self, sequence: Sequence, start: int, count: int) -> None:
-        """Let a running sequence compute `count` tokens from `start` on, and sample when these reach its last."""
-        plan = self.plan
-        sequence.num_planned = start + count
-        sequence.num_in_flight += 1
-        is_sampled = sequence.num_planned == sequence.num_wanted and sequence.request.sampling.max_tokens > 0
-        sequence.num_wanted += is_sampled
-        self.sequences.append(sequence)
-        plan.rows.append(sequence.row)
-        plan.starts.append(start)
-        plan.counts.append(count)
-        plan.samples.append(is_sampled)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.plan.counts)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to do for the worker."""
-        return not self.sequences and not self.plan.copies
-
-    def drop_ended(self) -> None:
-        """Take out the rows of sequences that have ended since they were planned."""
-        kept = [index for index, sequence in enumerate(self.sequences) if not sequence.is_finished]
-        self.sequences = [self.sequences[index] for index in kept]
-        plan = self.plan
-        plan.rows, plan.starts, plan.counts = (
-            [column[index] for index in kept] for column in (plan.rows, plan.starts, plan.counts)
-        )
-        plan.samples = [plan.samples[index] for index in kept]
 
 
 class Scheduler:
