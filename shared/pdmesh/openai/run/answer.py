@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from pdmesh.errors import InternalError, MeshError, from_code
 from pdmesh.openai.generator import Generator, TokenRequest
 from pdmesh.openai.intake.prompts import Prompt
 from pdmesh.openai.run.choice import ChoiceText, ChoiceUpdate, TextOptions
-from pdmesh.openai.run.merge import MergedDeltas
+from pdmesh.openai.run.merge import merged
 from pdmesh.openai.schemas.answers import PromptTokensDetails, Usage
 from pdmesh.openai.text import TextModel
 from pdmesh.protocol.messages import ChoiceDelta, TokenLogprobs
@@ -79,7 +79,7 @@ class AnswerRun:
 
     async def updates(self) -> AsyncGenerator[ChoiceUpdate, None]:
         """Yield until every choice has ended; closing it aborts what still runs. Raises MeshError."""
-        async with MergedDeltas(self._generator, [run.request for run in self.prompts]) as deltas:
+        async with merged(self._generator, [run.request for run in self.prompts]) as deltas:
             async for prompt_index, delta in deltas:
                 run = self.prompts[prompt_index]
                 for ready in self._in_order(run, delta):
@@ -129,7 +129,7 @@ class AnswerRun:
         trace.kv_bytes = trace.kv_bytes or delta.kv_bytes
 
 
-async def _let_end(deltas: MergedDeltas) -> None:
+async def _let_end(deltas: AsyncIterator[object]) -> None:
     """Let generators come to their own end, which is not an abort: an engine then hands over what it made."""
     try:
         async with asyncio.timeout(END_TIMEOUT_S):

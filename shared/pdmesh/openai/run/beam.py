@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.errors import InternalError, from_code
 from pdmesh.openai.generator import BEAM_SEARCH, DIRECT, Generator, TokenRequest, Trace
-from pdmesh.openai.run.merge import MergedDeltas
+from pdmesh.openai.run.merge import merged
 from pdmesh.protocol.messages import ChoiceDelta, SamplingParams, TokenLogprobs
 
 
@@ -181,7 +181,7 @@ async def run_beam_search(generator: Generator, request: TokenRequest, options: 
 
 async def _ask(generator: Generator, steps: list[TokenRequest]) -> _Answers:
     answers = _Answers([None] * len(steps))
-    async with MergedDeltas(generator, steps) as deltas:
+    async with merged(generator, steps) as deltas:
         async for index, delta in deltas:
             _check(delta, steps[index])
             answers.cached_tokens.append(delta.cached_tokens)

@@ -1,8 +1,12 @@
-"""Reads several delta streams at once, one per prompt, through one bounded queue; leaving it ends them all."""
+"""Reads several delta streams at once, one per prompt, through one bounded queue; leaving it ends them all.
+
+A single stream, which is what nearly all answers have, is read as it is: a task and a queue more would cost each token as much
+as all else that happens to it here.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -24,6 +28,23 @@ class _Ended:
 def wants_engine(request: TokenRequest) -> bool:
     """Echoing a prompt without its logprobs and without a token takes no model."""
     return request.sampling.max_tokens > 0 or request.sampling.prompt_logprobs is not None
+
+
+def merged(
+    generator: Generator, requests: list[TokenRequest]
+) -> AbstractAsyncContextManager[AsyncIterator[tuple[int, ChoiceDelta]]]:
+    """Read the deltas of all requests as (index, delta). The first failure of any stream is raised; leaving ends them all."""
+    return MergedDeltas(generator, requests) if len(requests) > 1 else aclosing(_single(generator, requests[0]))
+
+
+async def _single(generator: Generator, request: TokenRequest) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
+    async with aclosing(_generate(generator, request)) as deltas:  # type: ignore[type-var]
+        async for delta in deltas:
+            yield 0, delta
+
+
+def _generate(generator: Generator, request: TokenRequest) -> AsyncIterator[ChoiceDelta]:
+    return generator.generate(request) if wants_engine(request) else _end_at_once(request)
 
 
 class MergedDeltas:
@@ -64,9 +85,7 @@ class MergedDeltas:
     async def _read(self, index: int) -> None:
         ended = _Ended()
         try:
-            request = self._requests[index]
-            generate = self._generator.generate if wants_engine(request) else _end_at_once
-            async with aclosing(generate(request)) as deltas:  # type: ignore[type-var]
+            async with aclosing(_generate(self._generator, self._requests[index])) as deltas:  # type: ignore[type-var]
                 async for delta in deltas:
                     await self._queue.put((index, delta))
         except Exception as exc:
