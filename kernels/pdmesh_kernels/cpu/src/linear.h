@@ -8,6 +8,7 @@
 #pragma once
 
 #include "product_bf16.h"
+#include "product_expanded.h"
 #include "product_f32.h"
 #include "quantised.h"
 
@@ -19,9 +20,9 @@ void linear(const pdm_linear_args &args, int row_begin, int row_end, int panel_b
         case PDM_W_F32: return linear_f32(args, row_begin, row_end, panel_begin, panel_end, scratch);
         case PDM_W_BF16: return linear_bf16<PackedTiles>(args, row_begin, row_end, panel_begin, panel_end, scratch);
         case PDM_W_I8: return linear_i8(args, row_begin, row_end, panel_begin, panel_end, scratch);
-        case PDM_W_Q8: return linear_bf16<Q8Tiles>(args, row_begin, row_end, panel_begin, panel_end, scratch);
-        case PDM_W_Q4: return linear_bf16<Q4Tiles>(args, row_begin, row_end, panel_begin, panel_end, scratch);
-        default: return linear_bf16<Q4WideTiles>(args, row_begin, row_end, panel_begin, panel_end, scratch);
+        case PDM_W_Q8: return linear_expanded<Q8Tiles>(args, row_begin, row_end, panel_begin, panel_end, scratch);
+        case PDM_W_Q4: return linear_expanded<Q4Tiles>(args, row_begin, row_end, panel_begin, panel_end, scratch);
+        default: return linear_expanded<Q4WideTiles>(args, row_begin, row_end, panel_begin, panel_end, scratch);
     }
 }
 

@@ -70,17 +70,23 @@ struct GroupTiles {
 
     const uint16_t *tiles(int panel, int k_begin, int k_count, uint16_t *buffer) const {
         constexpr bool IS_WIDE = FORMAT == PDM_W_Q4_WIDE;
+        constexpr size_t HEADER_BYTES = group_header_bytes(FORMAT), CODES_BYTES = step_bytes(FORMAT);
+        const int per_group = group_ / STEP_INPUTS, first = k_begin / STEP_INPUTS, end = first + k_count / STEP_INPUTS;
         const uint8_t *const begin = panels_ + size_t(panel) * panel_bytes_;
+        const uint8_t *header = begin + header_offset(FORMAT, group_, first), *codes = begin + step_offset(FORMAT, group_, first);
         uint16_t *target = buffer;
-        for (int step = k_begin / STEP_INPUTS; step < (k_begin + k_count) / STEP_INPUTS; step++, target += BF16_STEP_BYTES / 2) {
-            const uint8_t *const header = begin + header_offset(FORMAT, group_, step);
-            const uint8_t *const codes = begin + step_offset(FORMAT, group_, step);
-            for (size_t line = 0; line < group_header_bytes(FORMAT); line += 64) prefetch(header + line);
+        for (int step = first, group_end = first / per_group * per_group; step < end; header = codes, codes += HEADER_BYTES) {
+            group_end += per_group;
+            for (size_t line = 0; line < HEADER_BYTES; line += 64) prefetch(header + line);
             const StepScales scales = load_scales<IS_WIDE>(header);
-            if constexpr (FORMAT == PDM_W_Q8)
-                expand_q8(codes, scales, target);
-            else
-                expand_q4(codes, scales, load_scales<IS_WIDE>(header + group_header_bytes(FORMAT) / 2), target);
+            if constexpr (FORMAT == PDM_W_Q8) {
+                for (; step < end && step < group_end; step++, codes += CODES_BYTES, target += BF16_STEP_BYTES / 2)
+                    expand_q8(codes, scales, target);
+            } else {
+                const StepScales offsets = load_scales<IS_WIDE>(header + HEADER_BYTES / 2);
+                for (; step < end && step < group_end; step++, codes += CODES_BYTES, target += BF16_STEP_BYTES / 2)
+                    expand_q4(codes, scales, offsets, target);
+            }
         }
         return buffer;
     }
