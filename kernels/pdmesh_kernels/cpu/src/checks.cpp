@@ -31,6 +31,7 @@ const char *check(const pdm_weight *weight) {
     if (!weight || !weight->panels) return "weight: missing";
     if (weight->format < PDM_W_F32 || weight->format > PDM_W_Q4_WIDE) return "weight.format: unknown";
     if (weight->num_outputs < 1 || weight->num_inputs < 1) return "weight: a size is less than 1";
+    if (weight->num_outputs > MAX_OUTPUTS || weight->num_inputs > MAX_INPUTS) return "weight: a size is too large";
     if (weight->is_gated && weight->num_outputs % 2) return "weight.num_outputs: odd, but gated";
     const bool is_grouped = weight->format >= PDM_W_Q8;
     if (is_grouped && (weight->group < 32 || weight->group % 32)) return "weight.group: not a multiple of 32";
@@ -58,7 +59,7 @@ const char *check(const pdm_linear_args &args) {
 }
 
 const char *check(const pdm_norm_args &args) {
-    if (args.width < 1 || size_t(round_up(args.width, 16)) * 16 > SCRATCH_BYTES) return "width: not in 1 ... 65536";
+    if (args.width < 1 || size_t(args.width) * 16 > SCRATCH_BYTES) return "width: not in 1 ... 65536";
     if (!args.gain) return "gain: missing";
     if (!is_float(args.input_dtype) || !is_float(args.output_dtype)) return "dtype: neither f32 nor bf16";
     if (args.adds && args.output_dtype != PDM_F32) return "output_dtype: sums are f32";

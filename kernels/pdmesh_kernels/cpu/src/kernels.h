@@ -42,6 +42,8 @@ struct Kernels {
     void (*merge)(const pdm_attention_args &args, const pdm_batch &batch, const AttentionTask &task);
 };
 
+// Weights beyond these are refused: below them no size in this library overflows.
+constexpr int MAX_INPUTS = 1 << 24, MAX_OUTPUTS = 1 << 28;
 constexpr int TILE_ROWS = 32;
 // A piece of a linear: this many rows at most, and panels by what few rows make of them (operations.cpp).
 constexpr int ROW_BLOCK = 256;

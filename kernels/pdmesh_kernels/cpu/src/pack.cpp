@@ -85,7 +85,7 @@ using namespace pdm;
 extern "C" {
 
 size_t pdm_panel_bytes(int format, int num_inputs, int group) {
-    if (num_inputs < 1) return 0;
+    if (num_inputs < 1 || num_inputs > MAX_INPUTS) return 0;
     const size_t items = size_t(padded_inputs(num_inputs)) * PDM_PANEL;
     switch (format) {
         case PDM_W_F32: return items * sizeof(float);
@@ -99,6 +99,7 @@ size_t pdm_panel_bytes(int format, int num_inputs, int group) {
 }
 
 int pdm_num_panels(int num_outputs, int is_gated) {
+    if (num_outputs < 1 || num_outputs > MAX_OUTPUTS) return 0;
     return is_gated ? round_up(num_outputs / 2, HALF) / HALF : round_up(num_outputs, PDM_PANEL) / PDM_PANEL;
 }
 

@@ -20,6 +20,7 @@ struct Shape {
 
 const char *check_shape(const Shape &shape, bool has_arrays) {
     if (shape.num_outputs < 1 || shape.num_inputs < 1) return "weight: a size is less than 1";
+    if (shape.num_outputs > MAX_OUTPUTS || shape.num_inputs > MAX_INPUTS) return "weight: a size is too large";
     if (shape.is_gated && shape.num_outputs % 2) return "weight.num_outputs: odd, but gated";
     if (is_grouped(shape.format) && (shape.group < STEP_INPUTS || shape.group % STEP_INPUTS))
         return "weight.group: not a multiple of 32";
