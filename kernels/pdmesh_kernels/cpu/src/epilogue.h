@@ -90,20 +90,80 @@ inline void write_logits(const pdm_linear_args &args, const PanelOutputs &output
     args.best_id[place] = outputs.begin + (found ? __builtin_ctz(found) : 0);
 }
 
-// Ends `num_rows` rows (at most TILE_ROWS) from `row` on of one panel. sums: f32 [num_rows][32], 64-byte aligned; y without bias.
-inline void finish(const pdm_linear_args &args, int panel, int row, int num_rows, const float *sums) {
-    const PanelOutputs outputs(args, panel);
-    const F16 low_bias = load(outputs.bias), high_bias = load(outputs.bias + 16);
-    for (int end = row + num_rows; row < end; row++, sums += PDM_PANEL) {
-        const F16 low = load(sums) + low_bias, high = load(sums + 16) + high_bias;
-        switch (args.epilogue) {
-            case PDM_STORE: write_row(args, outputs, row, low, high); break;
-            case PDM_ADD: add_row(args, outputs, row, low, high); break;
-            case PDM_SILU_MUL: write_row(args, outputs, row, silu(low) * high, zero()); break;
-            case PDM_GELU_MUL: write_row(args, outputs, row, gelu_tanh(low) * high, zero()); break;
-            default: write_logits(args, outputs, panel, row, low, high);
+// Rows of one panel whose sums are there and whose outputs are still to be written: as a whole, or a few at a time while the next
+// sums are made. sums: f32 [num_rows][32], 64-byte aligned; without bias.
+class Ending {
+  public:
+    Ending(const pdm_linear_args &args, int panel, int row, int num_rows, const float *sums)
+        : args_(args), outputs_(args, panel), panel_(panel), row_(row), end_(row + num_rows), sums_(sums), rows_(choose()) {}
+
+    void some(int count) { (this->*rows_)(std::min(row_ + count, end_)); }
+
+  private:
+    using Rows = void (Ending::*)(int);
+
+    // Whole panels, which are nearly all, have a loop without questions.
+    Rows choose() const {
+        const bool is_whole = outputs_.count == outputs_.panel_width && outputs_.zeros == 0, is_bf16 = args_.output_dtype == PDM_BF16;
+        if (!is_whole || args_.epilogue == PDM_LOGITS) return &Ending::any_rows;
+        switch (args_.epilogue) {
+            case PDM_STORE: return is_bf16 ? &Ending::whole_rows<PDM_STORE, uint16_t> : &Ending::whole_rows<PDM_STORE, float>;
+            case PDM_ADD: return &Ending::whole_rows<PDM_ADD, float>;
+            case PDM_SILU_MUL: return is_bf16 ? &Ending::whole_rows<PDM_SILU_MUL, uint16_t> : &Ending::whole_rows<PDM_SILU_MUL, float>;
+            default: return is_bf16 ? &Ending::whole_rows<PDM_GELU_MUL, uint16_t> : &Ending::whole_rows<PDM_GELU_MUL, float>;
         }
     }
+
+    template <int EPILOGUE, typename Item>
+    void whole_rows(int last) {
+        const size_t stride = args_.output_stride;
+        Item *to = static_cast<Item *>(args_.output) + size_t(row_) * stride + size_t(outputs_.begin);
+        const float *sums = sums_;
+        for (int row = row_; row < last; row++, sums += PDM_PANEL, to += stride) {
+            F16 low = load(sums) + load(outputs_.bias), high = load(sums + 16) + load(outputs_.bias + 16);
+            if constexpr (EPILOGUE == PDM_SILU_MUL) {
+                put(to, silu(low) * high);
+            } else if constexpr (EPILOGUE == PDM_GELU_MUL) {
+                put(to, gelu_tanh(low) * high);
+            } else if constexpr (EPILOGUE == PDM_ADD) {
+                put(to, load(to) + low);
+                put(to + 16, load(to + 16) + high);
+            } else {
+                put(to, low);
+                put(to + 16, high);
+            }
+        }
+        row_ = last;
+        sums_ = sums;
+    }
+    static void put(float *to, F16 values) { store(to, values); }
+    static void put(uint16_t *to, F16 values) { to_bf16(to, values); }
+
+    void any_rows(int last) {
+        for (; row_ < last; row_++, sums_ += PDM_PANEL) {
+            const F16 low = load(sums_) + load(outputs_.bias), high = load(sums_ + 16) + load(outputs_.bias + 16);
+            switch (args_.epilogue) {
+                case PDM_STORE: write_row(args_, outputs_, row_, low, high); break;
+                case PDM_ADD: add_row(args_, outputs_, row_, low, high); break;
+                case PDM_SILU_MUL: write_row(args_, outputs_, row_, silu(low) * high, zero()); break;
+                case PDM_GELU_MUL: write_row(args_, outputs_, row_, gelu_tanh(low) * high, zero()); break;
+                default: write_logits(args_, outputs_, panel_, row_, low, high);
+            }
+        }
+    }
+
+    const pdm_linear_args &args_;
+    const PanelOutputs outputs_;
+    const int panel_;
+    int row_;
+    const int end_;
+    const float *sums_;
+    const Rows rows_;
+};
+
+// Ends `num_rows` rows (at most TILE_ROWS) from `row` on of one panel.
+inline void finish(const pdm_linear_args &args, int panel, int row, int num_rows, const float *sums) {
+    Ending(args, panel, row, num_rows, sums).some(num_rows);
 }
 
 }  // namespace

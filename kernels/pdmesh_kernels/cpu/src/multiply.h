@@ -1,0 +1,133 @@
+// The inner product of every format that is multiplied as bf16: up to 32 rows times a panel's tiles, with f32 sums.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace pdm {
+namespace {
+
+constexpr int STEP = 32;                      // inputs of a tile
+constexpr int STEP_ITEMS = STEP * PDM_PANEL;  // of a panel
+
+// At most TILE_ROWS rows of input in halves of 16; `second` is not used when there are fewer. AMX reads whole halves.
+struct InputRows {
+    const uint16_t *first, *second;
+    size_t first_stride, second_stride;
+    int num_rows;
+};
+
+#if defined(__AMX_BF16__)
+
+// sums [32][32] (+)= rows times the tiles of num_steps; `between` is called after each, and what it does runs while tiles multiply.
+// Tiles 0 to 3 are the sums, 4 and 5 rows, 6 and 7 weights.
+template <typename Between>
+inline void multiply(const InputRows &rows, const uint16_t *tiles, int num_steps, bool is_first, float *sums, Between &between) {
+    constexpr size_t ROW_BYTES = PDM_PANEL * sizeof(float);
+    const char *weights = reinterpret_cast<const char *>(tiles);
+    const size_t first_bytes = rows.first_stride * 2, second_bytes = rows.second_stride * 2;
+    if (is_first) {
+        _tile_zero(0);
+        _tile_zero(1);
+    } else {
+        _tile_loadd(0, sums, ROW_BYTES);
+        _tile_loadd(1, sums + 16, ROW_BYTES);
+    }
+    if (rows.num_rows <= 16) {
+        for (int step = 0; step < num_steps; step++, weights += STEP_ITEMS * 2) {
+            _tile_loadd(4, rows.first + step * STEP, first_bytes);
+            _tile_loadd(6, weights, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, weights + 1024, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            between(1);
+        }
+    } else {
+        if (is_first) {
+            _tile_zero(2);
+            _tile_zero(3);
+        } else {
+            _tile_loadd(2, sums + 16 * PDM_PANEL, ROW_BYTES);
+            _tile_loadd(3, sums + 16 * PDM_PANEL + 16, ROW_BYTES);
+        }
+        // Rows come from the second cache, and with this hint do not drive the panel out of the first.
+        for (int step = 0; step < num_steps; step++, weights += STEP_ITEMS * 2) {
+            _tile_loadd(6, weights, 64);
+            _tile_stream_loadd(4, rows.first + step * STEP, first_bytes);
+            _tile_loadd(7, weights + 1024, 64);
+            _tile_stream_loadd(5, rows.second + step * STEP, second_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+            between(1);
+        }
+        _tile_stored(2, sums + 16 * PDM_PANEL, ROW_BYTES);
+        _tile_stored(3, sums + 16 * PDM_PANEL + 16, ROW_BYTES);
+    }
+    _tile_stored(0, sums, ROW_BYTES);
+    _tile_stored(1, sums + 16, ROW_BYTES);
+}
+
+#else
+
+// R rows times HALVES of a panel's two halves, which is what the registers hold.
+template <int R, int HALVES, typename Between>
+inline void multiply_rows(const uint16_t *rows, size_t stride, const uint16_t *tiles, int num_steps, bool is_first, float *sums,
+                          Between *between) {
+    F16 sum[R][HALVES];
+    for (int r = 0; r < R; r++)
+        for (int h = 0; h < HALVES; h++) sum[r][h] = is_first ? zero() : load(sums + r * PDM_PANEL + h * 16);
+    for (int step = 0; step < num_steps; step++, tiles += STEP_ITEMS, rows += STEP) {
+        for (int pair = 0; pair < STEP / 2; pair++) {
+            F16 weight[HALVES];
+            for (int h = 0; h < HALVES; h++) weight[h] = load_pairs(tiles + h * 16 * STEP + pair * 32);
+            for (int r = 0; r < R; r++) {
+                uint32_t bits;
+                memcpy(&bits, rows + size_t(r) * stride + pair * 2, 4);
+                const F16 input = splat_pair(bits);
+                for (int h = 0; h < HALVES; h++) sum[r][h] = dot_pairs(sum[r][h], input, weight[h]);
+            }
+        }
+        if (between) (*between)(1);
+    }
+    for (int r = 0; r < R; r++)
+        for (int h = 0; h < HALVES; h++) store(sums + r * PDM_PANEL + h * 16, sum[r][h]);
+}
+
+template <int R, typename Between>
+inline int multiply_while(int row, const InputRows &rows, const uint16_t *tiles, int num_steps, bool is_first, float *sums,
+                          Between &between) {
+#if defined(__AVX512F__)
+    constexpr int HALVES = 2;
+#else
+    constexpr int HALVES = 1;
+#endif
+    for (; row + R <= rows.num_rows; row += R) {
+        const bool is_second = row >= 16;
+        const size_t stride = is_second ? rows.second_stride : rows.first_stride;
+        const uint16_t *const from = is_second ? rows.second + size_t(row - 16) * stride : rows.first + size_t(row) * stride;
+        for (int half = 0; half < 2; half += HALVES)
+            multiply_rows<R, HALVES>(from, stride, tiles + half * 16 * STEP, num_steps, is_first,
+                                     sums + row * PDM_PANEL + half * 16, row + half == 0 ? &between : nullptr);
+    }
+    return row;
+}
+
+// sums [num_rows][32] (+)= rows times the tiles of num_steps.
+template <typename Between>
+inline void multiply(const InputRows &rows, const uint16_t *tiles, int num_steps, bool is_first, float *sums, Between &between) {
+    int row = 0;
+#if defined(__AVX512F__)
+    row = multiply_while<8>(row, rows, tiles, num_steps, is_first, sums, between);
+#endif
+    row = multiply_while<4>(row, rows, tiles, num_steps, is_first, sums, between);
+    row = multiply_while<2>(row, rows, tiles, num_steps, is_first, sums, between);
+    multiply_while<1>(row, rows, tiles, num_steps, is_first, sums, between);
+}
+
+#endif
+
+}  // namespace
+}  // namespace pdm
