@@ -2,13 +2,16 @@
 
 import mmap
 
+import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pdmesh.errors import ConfigError
+from pdmesh.models.gguf_codes import KINDS, codes_of
 from pdmesh.models.gguf_config import ROPE_FACTORS_TENSOR
 from pdmesh.models.gguf_dequantize import dequantize
 from pdmesh.models.gguf_metadata import GGUFMetadata, GGUFTensorInfo
+from pdmesh.models.quantised_tensor import QuantisedKind, QuantisedTensor
 from pdmesh.models.weights import TensorRegion, WeightReader
 
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -62,7 +65,7 @@ class GGUFWeights(WeightReader):
     def read(self, name: str, target: torch.Tensor) -> None:
         region = self.regions[name]
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=region.num_bytes, offset=region.offset)
-        num_heads = next((heads for part, heads in self._permuted.items() if part in name), None)
+        num_heads = self._num_permuted_heads(name)
         try:
             if num_heads is None:
                 dequantize(raw, self._types[name], target)
@@ -77,8 +80,27 @@ class GGUFWeights(WeightReader):
                 f"{self._path}: tensor {name} is {region.encoding}, which is not supported; use another quantisation"
             ) from exc
 
+    def quantised_kind(self, name: str) -> QuantisedKind | None:
+        return KINDS.get(self._types[name]) if len(self.regions[name].shape) == 2 else None
+
+    def read_quantised(self, name: str) -> QuantisedTensor:
+        region = self.regions[name]
+        raw = np.frombuffer(self._map, dtype=np.uint8, count=region.num_bytes, offset=region.offset)
+        num_outputs, num_inputs = region.shape
+        tensor = codes_of(raw, self._types[name], num_outputs, num_inputs)
+        num_heads = self._num_permuted_heads(name)
+        if num_heads is None:
+            return tensor
+        pairs = torch.arange(num_outputs)
+        rows = torch.empty_like(pairs)
+        _halves_from_pairs(pairs, num_heads, rows)
+        return tensor.take_rows(rows.numpy())
+
     def close(self) -> None:
         self._map.close()
+
+    def _num_permuted_heads(self, name: str) -> int | None:
+        return next((heads for part, heads in self._permuted.items() if part in name), None)
 
     def _add(self, info: GGUFTensorInfo) -> None:
         try:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from pdmesh.errors import ConfigError
+from pdmesh.models.checkpoint_quantization import CheckpointQuantization, parse_quantization
 from pdmesh.models.decoder import DecoderModel
 from pdmesh.models.decoder_weights import DecoderWeights
 from pdmesh.models.fingerprint import model_fingerprint
 from pdmesh.models.gguf_metadata import read_gguf_metadata
 from pdmesh.models.gguf_weights import GGUFWeights
 from pdmesh.models.model_config import ModelConfig
+from pdmesh.models.packed_word_weights import PackedWordWeights
 from pdmesh.models.registry import parse_model_config
 from pdmesh.models.safetensors_weights import SafetensorsWeights
 from pdmesh.models.source import ModelSource, read_config, resolve
@@ -33,12 +35,12 @@ def load_model(name: str, dtype: torch.dtype, report: Callable[[float], None]) -
     source = resolve(name)
     raw_config = read_config(source)
     config = parse_model_config(raw_config, str(source.path))
-    reader = _open(source, config)
+    reader = open_weights(source, config, parse_quantization(raw_config, str(source.path)))
     try:
         weights = DecoderWeights(config, dtype)
         fill(weights.targets, reader, str(source.path), report)
         weights.finish()
-        fingerprint = model_fingerprint(config, reader.regions.values(), str(dtype).removeprefix("torch."))
+        fingerprint = model_fingerprint(config, reader.stored_regions(), str(dtype).removeprefix("torch."))
     except RuntimeError as exc:
         if "allocate" not in str(exc):
             raise
@@ -49,7 +51,15 @@ def load_model(name: str, dtype: torch.dtype, report: Callable[[float], None]) -
     return LoadedModel(DecoderModel(config, weights), fingerprint, eos_token_ids, time.monotonic() - started)
 
 
-def _open(source: ModelSource, config: ModelConfig) -> WeightReader:
+def open_weights(source: ModelSource, config: ModelConfig, quantization: CheckpointQuantization | None) -> WeightReader:
+    """Open a checkpoint; `quantization` is `parse_quantization`'s."""
     if source.kind == "hf":
-        return SafetensorsWeights(source.path)
+        stored = SafetensorsWeights(source.path)
+        if quantization is None:
+            return stored
+        try:
+            return PackedWordWeights(stored, quantization)
+        except ConfigError:
+            stored.close()
+            raise
     return GGUFWeights(read_gguf_metadata(source.path), config.num_heads, config.num_kv_heads)

@@ -5,6 +5,7 @@ from enum import Enum
 from typing import Any
 
 from pdmesh.errors import ConfigError
+from pdmesh.models.checkpoint_quantization import parse_quantization
 from pdmesh.models.rotary_config import parse_rotary
 from pdmesh_kernels.rotary import RotarySpec
 
@@ -62,7 +63,7 @@ def common_fields(config: dict[str, Any], model: str) -> dict[str, Any]:
 
     Raises ConfigError, naming `model`, for a feature that is not supported.
     """
-    _refuse_quantised(config, model)
+    parse_quantization(config, model)
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if num_heads % num_kv_heads:
         raise ConfigError(f"{model}: {num_heads} attention heads are no multiple of {num_kv_heads} key-value heads")
@@ -85,13 +86,6 @@ def common_fields(config: dict[str, Any], model: str) -> dict[str, Any]:
         "attention_scale": config["head_dim"] ** -0.5,
         "tied_embeddings": config["tie_word_embeddings"],
     }
-
-
-def _refuse_quantised(config: dict[str, Any], model: str) -> None:
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise ConfigError(f"{model}: quantisation {method!r} is not supported; use an unquantised or a GGUF checkpoint")
 
 
 def _activation(config: dict[str, Any], model: str) -> Activation:

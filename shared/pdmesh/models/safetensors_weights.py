@@ -35,7 +35,12 @@ class SafetensorsWeights(WeightReader):
             raise ConfigError(
                 f"{region.path}: tensor {name} is {region.encoding}; supported: {', '.join(FLOAT_ENCODINGS)}"
             )
-        target.copy_(self._files[region.path].get_tensor(name))
+        target.copy_(self.tensor(name))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a copy, of whatever type it is stored in."""
+        tensor: torch.Tensor = self._files[self.regions[name].path].get_tensor(name)
+        return tensor
 
     def close(self) -> None:
         self._files.clear()

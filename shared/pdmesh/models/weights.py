@@ -1,7 +1,7 @@
 """Reads a checkpoint's tensors, by their Hugging Face names, into memory that the model has laid out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from pdmesh.errors import ConfigError
+from pdmesh.models.quantised_tensor import QuantisedKind, QuantisedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,24 @@ class WeightReader(ABC):
 
         Raises ConfigError when its data is unusable."""
 
+    def quantised_kind(self, name: str) -> QuantisedKind | None:
+        """Say how the tensor can be had by `read_quantised`; None where it is made of plain numbers or of others that we
+        do not keep."""
+        return None
+
+    def read_quantised(self, name: str) -> QuantisedTensor:
+        """Return a tensor that has a kind, in codes; called by several threads at once."""
+        raise NotImplementedError
+
+    def stored_regions(self) -> Iterable[TensorRegion]:
+        """Return what lies in the files, all of it, for the fingerprint."""
+        return self.regions.values()
+
+    def is_ignorable(self, name: str) -> bool:
+        """Tell whether a model that does not ask for this tensor can be right."""
+        # Old checkpoints carry the rotary table; tied ones sometimes the output layer again.
+        return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+
     @abstractmethod
     def close(self) -> None: ...
 
@@ -48,7 +67,7 @@ def fill(targets: dict[str, torch.Tensor], reader: WeightReader, model: str, rep
     missing = sorted(targets.keys() - reader.regions.keys())
     if missing:
         raise ConfigError(f"{model}: {_names(missing)} missing from the checkpoint; is it whole?")
-    unexpected = sorted(name for name in reader.regions.keys() - targets.keys() if not _is_ignorable(name))
+    unexpected = sorted(name for name in reader.regions.keys() - targets.keys() if not reader.is_ignorable(name))
     if unexpected:
         raise ConfigError(f"{model}: {_names(unexpected)} not expected by its architecture; is config.json its own?")
     for name, target in targets.items():
@@ -81,8 +100,3 @@ def _read_all(targets: dict[str, torch.Tensor], reader: WeightReader) -> Iterato
 def _names(names: list[str]) -> str:
     others = f" and {len(names) - 1} others are" if len(names) > 1 else " is"
     return f"tensor {names[0]}{others}"
-
-
-def _is_ignorable(name: str) -> bool:
-    # Old checkpoints carry the rotary table; tied ones sometimes the output layer again.
-    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
