@@ -6,18 +6,27 @@ namespace {
 
 thread_local const char *last_error = "";
 
+constexpr int MAX_HEADS = 4096, MAX_BLOCK_SIZE = 65536;
+
 bool is_float(int dtype) { return dtype == PDM_F32 || dtype == PDM_BF16; }
 
 const char *check(const pdm_kv *kv) {
     if (!kv || !kv->blocks) return "kv: missing";
-    if (kv->block_size < 32 || kv->block_size % 32) return "kv.block_size: not a multiple of 32";
-    if (kv->num_kv_heads < 1) return "kv.num_kv_heads: less than 1";
+    if (kv->block_size < 32 || kv->block_size % 32 || kv->block_size > MAX_BLOCK_SIZE)
+        return "kv.block_size: not a multiple of 32 up to 65536";
+    if (kv->num_kv_heads < 1 || kv->num_kv_heads > MAX_HEADS) return "kv.num_kv_heads: not in 1 ... 4096";
     if (kv->head_dim < 2 || kv->head_dim % 2 || kv->head_dim > 256) return "kv.head_dim: not an even number up to 256";
     if (kv->dtype != PDM_I8 && !is_float(kv->dtype)) return "kv.dtype: unknown";
     if (kv->num_blocks < 1 || kv->window < 0) return "kv: num_blocks or window out of range";
     if (kv->head_bytes != pdm_kv_head_bytes(kv->dtype, kv->block_size, kv->head_dim)) return "kv.head_bytes: not of its layout";
-    if (kv->layer_offset + size_t(kv->num_kv_heads) * kv->head_bytes > kv->block_bytes) return "kv.layer_offset: beyond a block";
+    const size_t layer_bytes = size_t(kv->num_kv_heads) * kv->head_bytes;
+    if (layer_bytes > kv->block_bytes || kv->layer_offset > kv->block_bytes - layer_bytes) return "kv.layer_offset: beyond a block";
     return nullptr;
+}
+
+const char *check_heads(int num_heads, const pdm_kv &kv) {
+    return num_heads < 1 || num_heads > MAX_HEADS || num_heads % kv.num_kv_heads ? "num_heads: no multiple of num_kv_heads up to 4096"
+                                                                                : nullptr;
 }
 
 }  // namespace
@@ -81,8 +90,8 @@ const char *check(const pdm_embed_args &args) {
 
 const char *check(const pdm_heads_args &args) {
     if (const char *wrong = check(args.kv)) return wrong;
+    if (const char *wrong = check_heads(args.num_heads, *args.kv)) return wrong;
     const int heads = args.num_heads + 2 * args.kv->num_kv_heads;
-    if (args.num_heads < 1 || args.num_heads % args.kv->num_kv_heads) return "num_heads: no multiple of num_kv_heads";
     if (!is_float(args.qkv_dtype)) return "qkv_dtype: neither f32 nor bf16";
     if (args.qkv_stride < size_t(heads) * size_t(args.kv->head_dim)) return "qkv_stride: less than a row";
     if (args.rotary_dim < 0 || args.rotary_dim % 2 || args.rotary_dim > args.kv->head_dim) return "rotary_dim: not even, or too large";
@@ -93,7 +102,7 @@ const char *check(const pdm_heads_args &args) {
 
 const char *check(const pdm_attention_args &args) {
     if (const char *wrong = check(args.kv)) return wrong;
-    if (args.num_heads < 1 || args.num_heads % args.kv->num_kv_heads) return "num_heads: no multiple of num_kv_heads";
+    if (const char *wrong = check_heads(args.num_heads, *args.kv)) return wrong;
     if (args.output_stride < size_t(args.num_heads) * size_t(args.kv->head_dim)) return "output_stride: less than a row";
     if (!args.queries || !args.output) return "queries or output: missing";
     return nullptr;

@@ -6,7 +6,6 @@
 namespace pdm {
 namespace {
 
-
 // Pieces per thread that the work is cut into where tiles allow it.
 constexpr int SHARES_PER_THREAD = 4;
 
@@ -41,6 +40,7 @@ void add_tiles(const pdm_batch &batch, int sequence, const pdm_kv &kv, int group
 
 const char *plan_group(const pdm_batch &batch, int group, const pdm_kv &kv, int num_heads, int num_threads, GroupPlan &plan) {
     if (group < 0 || group >= batch.num_groups) return "group: not of the batch";
+    if (int64_t{batch.num_tokens} * num_heads > INT32_MAX) return "batch: too many tokens at once";
     plan.block_of_token.resize(size_t(batch.num_tokens));
     plan.attend.clear();
     plan.merge.clear();

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int ROW_UNIT = 32;
 constexpr int WIDTH_UNIT = 64;
+const char UNLIKE_GROUP[] = "kv: not like that of the group's other layers";
 
 // Memory that only grows, 64-byte aligned; new memory is zero.
 class Memory {
@@ -85,7 +86,7 @@ struct pdm_program {
         if (!is_buffer(output, PDM_F32, args.table->num_inputs)) return "output: not an f32 buffer of the table's width";
         EmbedPhase &phase = add(std::make_unique<EmbedPhase>(kernels_, args));
         Buffer &to = *buffers_[size_t(output)];
-        vocabulary_ = args.table->num_outputs;
+        vocabulary_ = vocabulary_ ? std::min(vocabulary_, args.table->num_outputs) : args.table->num_outputs;
         prepares_.push_back([&phase, &to](const pdm_batch &batch, int) {
             phase.args.token_ids = batch.token_ids;
             phase.args.num_rows = batch.num_tokens;
@@ -134,8 +135,9 @@ struct pdm_program {
             return "qkv: not a buffer of that type and width";
         if (!is_buffer(queries, query_dtype(kv), args.num_heads * padded_head(kv.head_dim))) return "queries: not a buffer for them";
         if (args.rotary_dim && !is_buffer(angles, PDM_F32, args.rotary_dim)) return "angles: not of this rotary_dim";
+        Group &group = groups_[size_t(args.group)];
+        if (!join(group, kv, args.num_heads)) return UNLIKE_GROUP;
         HeadsPhase &phase = add(std::make_unique<HeadsPhase>(kernels_, args));
-        Group &group = group_of(args.group, kv, args.num_heads);
         Buffer &from = *buffers_[size_t(qkv)], &to = *buffers_[size_t(queries)];
         Buffer *table = args.rotary_dim ? buffers_[size_t(angles)].get() : nullptr;
         prepares_.push_back([&phase, &group, &from, &to, table](const pdm_batch &batch, int) {
@@ -151,9 +153,10 @@ struct pdm_program {
         const pdm_kv &kv = *args.kv;
         if (!is_buffer(queries, query_dtype(kv), args.num_heads * padded_head(kv.head_dim))) return "queries: not a buffer for them";
         if (!is_buffer(output, query_dtype(kv), args.num_heads * kv.head_dim)) return "output: not a buffer for it";
+        Group &group = groups_[size_t(args.group)];
+        if (!join(group, kv, args.num_heads)) return UNLIKE_GROUP;
         AttentionPhase &attend = add(std::make_unique<AttentionPhase>(kernels_, args, false));
         AttentionPhase &merge = add(std::make_unique<AttentionPhase>(kernels_, args, true));
-        Group &group = group_of(args.group, kv, args.num_heads);
         Buffer &from = *buffers_[size_t(queries)], &to = *buffers_[size_t(output)];
         prepares_.push_back([&attend, &merge, &group, &from, &to](const pdm_batch &batch, int) {
             for (AttentionPhase *phase : {&attend, &merge}) {
@@ -246,11 +249,14 @@ struct pdm_program {
         return buffers_[size_t(number)]->dtype == dtype && buffers_[size_t(number)]->width == width;
     }
     static int query_dtype(const pdm_kv &kv) { return kv.dtype == PDM_F32 ? PDM_F32 : PDM_BF16; }
-    Group &group_of(int number, const pdm_kv &kv, int num_heads) {
-        Group &group = groups_[size_t(number)];
-        group.kv = &kv;
-        group.num_heads = num_heads;
-        return group;
+    // A group's layers share one plan, so that it must fit all of them.
+    static bool join(Group &group, const pdm_kv &kv, int num_heads) {
+        if (!group.kv) {
+            group.kv = &kv;
+            group.num_heads = num_heads;
+        }
+        return group.num_heads == num_heads && group.kv->num_blocks == kv.num_blocks && group.kv->block_size == kv.block_size &&
+               group.kv->num_kv_heads == kv.num_kv_heads && group.kv->head_dim == kv.head_dim && group.kv->window == kv.window;
     }
     template <typename Args>
     static void set_rows(Args &args, int num_rows, const Buffer &from, const Buffer &to) {
