@@ -31,6 +31,8 @@ ROUTER_NEEDS = ("aiohttp", "fastapi", "orjson", "requests", "setproctitle", "uvi
 
 TRIES = 2
 REACHABLE_TIMEOUT_S = 4.0
+# Two halve the time on two cores, for most tests wait; each may run a mesh of its own, so many would want much memory.
+MAX_TEST_WORKERS = 4
 # Nothing after this is a "quick" test: those end within two minutes on two cores.
 MARKS = {"quick": "not full and not services", "default": "not full", "full": ""}
 
@@ -46,7 +48,8 @@ def main() -> int:
     test = commands.add_parser(
         "test",
         help="lint, types and tests, as CI runs them",
-        epilog="Any other argument goes to pytest; then only pytest runs: ./dev test tests/rules -k imports",
+        epilog="Any other argument goes to pytest; then only pytest runs, in one process unless -n says more: "
+        "./dev test tests/rules -k imports",
     )
     test.add_argument(
         "--quick", action="store_const", dest="extent", const="quick", help="only what starts no services"
@@ -83,9 +86,15 @@ def _test(chosen: argparse.Namespace, rest: list[str]) -> int:
         print(f"== {' '.join(check)}", flush=True)
         if code := _in_venv(check, environment):
             return code
-    pytest = ["pytest", *(["-m", marks] if marks else []), *rest]
+    pytest = ["pytest", *(["-m", marks] if marks else []), *(rest or _workers())]
     print(f"== {' '.join(pytest)}", flush=True)
     return _in_venv(pytest, environment)
+
+
+def _workers() -> list[str]:
+    """Have several processes share the test files; their order is the one that tests/conftest.py gives."""
+    num_workers = min(len(os.sched_getaffinity(0)), MAX_TEST_WORKERS)
+    return ["-n", str(num_workers), "--dist", "loadfile", "--no-loadscope-reorder"] if num_workers > 1 else []
 
 
 def _format(chosen: argparse.Namespace, rest: list[str]) -> int:

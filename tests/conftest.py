@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -52,11 +53,31 @@ SLOW_FILES = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `./dev test --quick` leaves out."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `./dev test --quick` leaves out; where processes share the files, the long ones come first, so that all end
+    at about the same time.
+    """
     for item in items:
         if item.path.parent.name in SLOW_FOLDERS or item.path.name in SLOW_FILES:
             item.add_marker(pytest.mark.services)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("services") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Let a report pass between processes where a test has logged a lone surrogate: one ended the whole run."""
+    return _encodable((yield))
+
+
+def _encodable(part: Any) -> Any:
+    if isinstance(part, str):
+        return part.encode("utf-8", "backslashreplace").decode()
+    if isinstance(part, dict):
+        return {key: _encodable(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return type(part)(_encodable(value) for value in part)
+    return part
 
 
 @pytest.fixture(autouse=True)
