@@ -113,7 +113,12 @@ def _in_venv(command: Sequence[str], environment: dict[str, str] | None = None) 
     environment = dict(environment or os.environ)
     # protoc looks for its plugins, and tests for console scripts, on PATH.
     environment["PATH"] = f"{VENV / 'bin'}{os.pathsep}{environment.get('PATH', '')}"
-    return subprocess.run([str(program), *command[1:]], cwd=ROOT, env=environment, check=False).returncode
+    with subprocess.Popen([str(program), *command[1:]], cwd=ROOT, env=environment) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            # It had the same Ctrl-C; killed before it has ended its own children, it would leave them running.
+            return process.wait()
 
 
 def _install(extras: str) -> None:
