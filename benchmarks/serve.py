@@ -10,165 +10,14 @@ that slows down or warms up treats all alike. Numbers of a round are percentiles
 import argparse
 import asyncio
 import json
-import random
 import statistics
 import sys
-import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import httpx
 
-LOWEST_TOKEN_ID = 100
-# (key, heading, digits, whether more is better)
-COLUMNS: list[tuple[str, str, int, bool]] = [
-    ("output_tokens_per_s", "output tok/s", 1, True),
-    ("requests_per_s", "requests/s", 2, True),
-    ("ttft_p50_ms", "TTFT p50 ms", 1, False),
-    ("ttft_p95_ms", "TTFT p95 ms", 1, False),
-    ("ttft_p99_ms", "TTFT p99 ms", 1, False),
-    ("itl_p50_ms", "ITL p50 ms", 2, False),
-    ("itl_p95_ms", "ITL p95 ms", 2, False),
-    ("itl_p99_ms", "ITL p99 ms", 2, False),
-    ("e2e_p50_ms", "end to end p50 ms", 1, False),
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Server:
-    """One endpoint under test."""
-
-    name: str
-    url: str
-    model: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What every server gets in each round."""
-
-    num_requests: int
-    concurrency: int
-    """Requests in flight; with a rate this is only an upper bound."""
-    rate_per_s: float
-    """Poisson arrivals; 0: as fast as `concurrency` allows."""
-    input_len: int
-    prefix_len: int
-    """Tokens at the start that all prompts of a round share."""
-    output_len: int
-    vocab_size: int
-    seed: int
-    timeout_s: float
-
-
-@dataclass(kw_only=True)
-class Round:
-    """What one server did in one round."""
-
-    ttft_s: list[float] = field(default_factory=list)
-    itl_s: list[float] = field(default_factory=list)
-    e2e_s: list[float] = field(default_factory=list)
-    output_tokens: int = 0
-    errors: list[str] = field(default_factory=list)
-    took_s: float = 0.0
-
-    def summary(self) -> dict[str, float]:
-        """Rates, and percentiles in ms; a key is missing where nothing was measured."""
-        numbers = {
-            "output_tokens_per_s": self.output_tokens / self.took_s,
-            "requests_per_s": len(self.e2e_s) / self.took_s,
-        }
-        for name, samples in (("ttft", self.ttft_s), ("itl", self.itl_s), ("e2e", self.e2e_s)):
-            for percent in (50, 95, 99) if samples else ():
-                numbers[f"{name}_p{percent}_ms"] = percentile(samples, percent) * 1e3
-        return numbers
-
-
-def percentile(samples: list[float], percent: float) -> float:
-    """Linear between the two nearest ranks."""
-    ordered = sorted(samples)
-    position = (len(ordered) - 1) * percent / 100
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-def make_prompts(load: Load, round_number: int) -> list[list[int]]:
-    """The prompts of one round, the same for every server."""
-    source = random.Random(f"{load.seed}-{round_number}")
-
-    def draw(count: int) -> list[int]:
-        return [source.randrange(LOWEST_TOKEN_ID, load.vocab_size) for _ in range(count)]
-
-    prefix = draw(load.prefix_len)
-    return [prefix + draw(load.input_len - load.prefix_len) for _ in range(load.num_requests)]
-
-
-async def run_round(server: Server, load: Load, round_number: int, api_key: str) -> Round:
-    """Put one round on one server."""
-    result = Round()
-    slots = asyncio.Semaphore(load.concurrency)
-    arrivals = random.Random(f"{load.seed}-{round_number}-arrivals")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=load.timeout_s) as client:
-
-        async def send(prompt: list[int]) -> None:
-            async with slots:
-                await _request(client, server, load, prompt, result)
-
-        began_s = time.perf_counter()
-        async with asyncio.TaskGroup() as requests:
-            for prompt in make_prompts(load, round_number):
-                requests.create_task(send(prompt))
-                if load.rate_per_s:
-                    await asyncio.sleep(arrivals.expovariate(load.rate_per_s))
-        result.took_s = time.perf_counter() - began_s
-    return result
-
-
-async def _request(client: httpx.AsyncClient, server: Server, load: Load, prompt: list[int], result: Round) -> None:
-    body = {
-        "model": server.model,
-        "prompt": prompt,
-        "max_tokens": load.output_len,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    began_s = time.perf_counter()
-    last_s = 0.0
-    tokens = 0
-    try:
-        async with client.stream("POST", f"{server.url}/completions", json=body) as response:
-            if response.status_code != 200:
-                result.errors.append(
-                    f"{response.status_code}: {(await response.aread())[:200].decode(errors='replace')}"
-                )
-                return
-            async for line in response.aiter_lines():
-                if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    result.errors.append(str(event["error"])[:200])
-                    return
-                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-                if event.get("choices"):
-                    now_s = time.perf_counter()
-                    if last_s:
-                        result.itl_s.append(now_s - last_s)
-                    else:
-                        result.ttft_s.append(now_s - began_s)
-                    last_s = now_s
-    except httpx.HTTPError as exc:
-        result.errors.append(f"{type(exc).__name__}: {exc}")
-        return
-    result.output_tokens += tokens
-    result.e2e_s.append(time.perf_counter() - began_s)
-    if tokens != load.output_len:
-        result.errors.append(f"{tokens} tokens instead of {load.output_len}")
+from load import COLUMNS, Load, Round, Server, run_round
 
 
 async def run(servers: list[Server], load: Load, rounds: int, api_key: str) -> dict[str, list[Round]]:
@@ -262,6 +111,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=0.0, help="Poisson arrivals per second; 0: closed loop")
     parser.add_argument("--input-len", type=int, default=256, help="prompt tokens")
     parser.add_argument("--prefix-len", type=int, default=0, help="of them, tokens that all prompts of a round share")
+    parser.add_argument("--long-every", type=int, default=0, help="every so-many-th prompt is a long one; 0: none")
+    parser.add_argument("--long-len", type=int, default=3000, help="tokens of a long prompt")
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=40000, help="token ids are drawn below this")
     parser.add_argument("--seed", type=int, default=0)
@@ -270,6 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not 0 <= options.prefix_len <= options.input_len:
         parser.error("--prefix-len must be between 0 and --input-len")
+    if options.long_every < 0 or options.long_len < options.prefix_len:
+        parser.error("--long-every must be 0 or more, --long-len no less than --prefix-len")
     servers = [parse_server(text, options.model, options.api_key) for text in options.servers]
     if len({server.name for server in servers}) < len(servers):
         parser.error("two servers have the same name")
@@ -283,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
         vocab_size=options.vocab,
         seed=options.seed,
         timeout_s=options.timeout,
+        long_every=options.long_every,
+        long_len=options.long_len,
     )
     results = asyncio.run(run(servers, load, options.rounds, options.api_key))
     summary = summarise(results)
