@@ -20,54 +20,73 @@ struct InputRows {
 
 #if defined(__AMX_BF16__)
 
-// sums [32][32] (+)= rows times the tiles of num_steps; `between` is called after each, and what it does runs while tiles multiply.
-// Tiles 0 to 3 are the sums, 4 and 5 rows, 6 and 7 weights.
-template <typename Between>
-inline void multiply(const InputRows &rows, const uint16_t *tiles, int num_steps, bool is_first, float *sums, Between &between) {
-    constexpr size_t ROW_BYTES = PDM_PANEL * sizeof(float);
+// Tiles 0 to 3 are the sums, 4 and 5 rows, 6 and 7 weights. Few rows stay in the first cache and weights pass by it, once; with many
+// rows it is the other way round: a panel stays, rows come from the second cache and do not drive it out.
+template <bool IS_FEW>
+inline void load_first_rows_and_weights(const uint16_t *rows, size_t stride_bytes, const char *weights) {
+    if constexpr (IS_FEW) {
+        _tile_stream_loadd(6, weights, 64);
+        _tile_loadd(4, rows, stride_bytes);
+        _tile_stream_loadd(7, weights + 1024, 64);
+    } else {
+        _tile_loadd(6, weights, 64);
+        _tile_stream_loadd(4, rows, stride_bytes);
+        _tile_loadd(7, weights + 1024, 64);
+    }
+}
+
+template <bool IS_FEW, typename Between>
+inline void multiply_steps(const InputRows &rows, const uint16_t *tiles, int num_steps, Between &between) {
     const char *weights = reinterpret_cast<const char *>(tiles);
     const size_t first_bytes = rows.first_stride * 2, second_bytes = rows.second_stride * 2;
+    if (rows.num_rows <= 16) {
+        for (int step = 0; step < num_steps; step++, weights += STEP_ITEMS * 2) {
+            load_first_rows_and_weights<IS_FEW>(rows.first + step * STEP, first_bytes, weights);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            between(1);
+        }
+        return;
+    }
+    for (int step = 0; step < num_steps; step++, weights += STEP_ITEMS * 2) {
+        load_first_rows_and_weights<IS_FEW>(rows.first + step * STEP, first_bytes, weights);
+        if constexpr (IS_FEW)
+            _tile_loadd(5, rows.second + step * STEP, second_bytes);
+        else
+            _tile_stream_loadd(5, rows.second + step * STEP, second_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        between(1);
+    }
+}
+
+// sums [32][32] (+)= rows times the tiles of num_steps; `between` is called after each, and what it does runs while tiles multiply.
+template <bool IS_FEW, typename Between>
+inline void multiply(const InputRows &rows, const uint16_t *tiles, int num_steps, bool is_first, float *sums, Between &between) {
+    constexpr size_t ROW_BYTES = PDM_PANEL * sizeof(float);
+    float *const second_sums = sums + 16 * PDM_PANEL;
     if (is_first) {
         _tile_zero(0);
         _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
     } else {
         _tile_loadd(0, sums, ROW_BYTES);
         _tile_loadd(1, sums + 16, ROW_BYTES);
+        if (rows.num_rows > 16) {
+            _tile_loadd(2, second_sums, ROW_BYTES);
+            _tile_loadd(3, second_sums + 16, ROW_BYTES);
+        }
     }
-    if (rows.num_rows <= 16) {
-        for (int step = 0; step < num_steps; step++, weights += STEP_ITEMS * 2) {
-            _tile_loadd(4, rows.first + step * STEP, first_bytes);
-            _tile_loadd(6, weights, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, weights + 1024, 64);
-            _tile_dpbf16ps(1, 4, 7);
-            between(1);
-        }
-    } else {
-        if (is_first) {
-            _tile_zero(2);
-            _tile_zero(3);
-        } else {
-            _tile_loadd(2, sums + 16 * PDM_PANEL, ROW_BYTES);
-            _tile_loadd(3, sums + 16 * PDM_PANEL + 16, ROW_BYTES);
-        }
-        // Rows come from the second cache, and with this hint do not drive the panel out of the first.
-        for (int step = 0; step < num_steps; step++, weights += STEP_ITEMS * 2) {
-            _tile_loadd(6, weights, 64);
-            _tile_stream_loadd(4, rows.first + step * STEP, first_bytes);
-            _tile_loadd(7, weights + 1024, 64);
-            _tile_stream_loadd(5, rows.second + step * STEP, second_bytes);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-            between(1);
-        }
-        _tile_stored(2, sums + 16 * PDM_PANEL, ROW_BYTES);
-        _tile_stored(3, sums + 16 * PDM_PANEL + 16, ROW_BYTES);
-    }
+    multiply_steps<IS_FEW>(rows, tiles, num_steps, between);
     _tile_stored(0, sums, ROW_BYTES);
     _tile_stored(1, sums + 16, ROW_BYTES);
+    if (rows.num_rows > 16) {
+        _tile_stored(2, second_sums, ROW_BYTES);
+        _tile_stored(3, second_sums + 16, ROW_BYTES);
+    }
 }
 
 #else
@@ -116,7 +135,7 @@ inline int multiply_while(int row, const InputRows &rows, const uint16_t *tiles,
 }
 
 // sums [num_rows][32] (+)= rows times the tiles of num_steps.
-template <typename Between>
+template <bool IS_FEW, typename Between>
 inline void multiply(const InputRows &rows, const uint16_t *tiles, int num_steps, bool is_first, float *sums, Between &between) {
     int row = 0;
 #if defined(__AVX512F__)

@@ -60,12 +60,8 @@ struct Between {
         const int num_rows = rows_per_step * num_steps;
         for (int row = std::min(num_rows, rows_left); row > 0; row--, rows_left--, outputs += output_stride)
             for (int byte = 0; byte < output_bytes; byte += 64) fetch_to_write(outputs + byte);
-        for (int line = lines_per_step * num_steps; line > 0; line--, weights += 64) {
-            if (is_few)
-                _mm_prefetch(weights, _MM_HINT_T0);
-            else
-                _mm_prefetch(weights, _MM_HINT_T1);
-        }
+        // Into the second cache: lines on their way to the first one hold up the rows' there.
+        for (int line = lines_per_step * num_steps; line > 0; line--, weights += 64) _mm_prefetch(weights, _MM_HINT_T1);
         if (ending) ending->some(num_rows);
     }
 };
@@ -106,11 +102,16 @@ class Bf16Product {
             float *const sums = is_first && is_last ? scratch_.sums[turn_++ % 2 * TILE_ROWS]
                                                     : scratch_.sums[panel % 2 * ROW_BLOCK + row - row_begin_];
             Between between;
+            between.is_few = Source::IS_PACKED && is_few();
             between.ending = ending_ ? &*ending_ : nullptr;
             between.rows_per_step = (TILE_ROWS + num_steps - 1) / num_steps;
             if (Source::IS_PACKED) fetch_weights(between, tiles, num_steps, row, is_last && panel + 1 == panel_end_);
             if (is_last) fetch_outputs(between, panel, row, num_rows);
-            multiply(input_.rows(row, num_rows, k, count), tiles, num_steps, is_first, sums, between);
+            const InputRows rows = input_.rows(row, num_rows, k, count);
+            if (between.is_few)
+                multiply<true>(rows, tiles, num_steps, is_first, sums, between);
+            else
+                multiply<false>(rows, tiles, num_steps, is_first, sums, between);
             if (ending_) ending_->some(TILE_ROWS);
             ending_.reset();
             if (is_last) ending_.emplace(args_, panel, row, num_rows, sums);
@@ -119,9 +120,8 @@ class Bf16Product {
 
     // Few rows: from memory, a little ahead. Many: the block that follows in memory, a part with each 32 rows, into the second cache.
     void fetch_weights(Between &between, const uint16_t *tiles, int num_steps, int row, bool is_end) const {
-        constexpr size_t AHEAD_BYTES = 2048;
+        constexpr size_t AHEAD_BYTES = 4096;
         constexpr int STEP_LINES = STEP_ITEMS * 2 / 64;
-        between.is_few = is_few();
         const char *const here = reinterpret_cast<const char *>(tiles);
         if (between.is_few) {
             between.weights = here + AHEAD_BYTES;
