@@ -48,9 +48,13 @@ class Bf16Input {
         if (k_begin >= num_whole_) {
             items = scratch_.last_inputs[row - row_begin_];
             stride = STEP;
-        } else if (row + 16 <= args_.num_rows) {
+        } else if (!READS_WHOLE_TILES || row + 16 <= args_.num_rows) {
             items = at(row, k_begin);
             stride = args_.input_stride;
+        } else if (row + 1 == args_.num_rows) {
+            // Sixteen times the only row.
+            items = at(row, k_begin);
+            stride = 0;
         } else {
             copy_last_rows(row, k_begin, k_count);
             items = scratch_.last_rows + (k_begin - copy_begin_);
@@ -63,13 +67,9 @@ class Bf16Input {
         // All at once where they fit, so that the next panels find them.
         copy_begin_ = num_whole_ <= MAX_TAIL ? 0 : k_begin;
         copy_count_ = num_whole_ <= MAX_TAIL ? num_whole_ : k_count;
-        for (int r = row; r < row + 16; r++) {
-            uint16_t *const to = scratch_.last_rows + size_t(r - row) * size_t(copy_count_);
-            if (r < row_end_)
-                memcpy(to, at(r, copy_begin_), size_t(copy_count_) * 2);
-            else
-                memset(to, 0, size_t(copy_count_) * 2);
-        }
+        // What lies behind them is multiplied too, into sums that nobody reads.
+        for (int r = row; r < row_end_; r++)
+            memcpy(scratch_.last_rows + size_t(r - row) * size_t(copy_count_), at(r, copy_begin_), size_t(copy_count_) * 2);
     }
 
     const pdm_linear_args &args_;

@@ -20,6 +20,8 @@ struct InputRows {
 
 #if defined(__AMX_BF16__)
 
+constexpr bool READS_WHOLE_TILES = true;
+
 // Tiles 0 to 3 are the sums, 4 and 5 rows, 6 and 7 weights. Few rows stay in the first cache and weights pass by it, once; with many
 // rows it is the other way round: a panel stays, rows come from the second cache and do not drive it out.
 template <bool IS_FEW>
@@ -90,6 +92,8 @@ inline void multiply(const InputRows &rows, const uint16_t *tiles, int num_steps
 }
 
 #else
+
+constexpr bool READS_WHOLE_TILES = false;
 
 // R rows times HALVES of a panel's two halves, which is what the registers hold.
 template <int R, int HALVES, typename Between>
