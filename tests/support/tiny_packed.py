@@ -39,7 +39,7 @@ def make_tiny_packed(
             stored[name] = meant[name] = weight
             continue
         stem = name.removesuffix(".weight")
-        num_inputs = weight.shape[1]
+        num_outputs, num_inputs = weight.shape
         group_inputs = num_inputs if group == -1 else group
         index = np.arange(num_inputs) // group_inputs
         if is_act_order:
@@ -58,7 +58,7 @@ def make_tiny_packed(
             stored[f"{stem}.g_idx"] = index.astype(np.int32)
         stored[f"{stem}.scales"] = np.ascontiguousarray(scales.T)
     if layout != "awq" and "model.layers.0.mlp.down_proj.bias" not in stored:
-        stored["model.layers.0.mlp.down_proj.bias"] = np.zeros(weight_rows(meant), dtype=np.float16)
+        stored["model.layers.0.mlp.down_proj.bias"] = np.zeros(num_outputs, dtype=np.float16)
     save_file(stored, packed / "model.safetensors")
     save_file(meant, plain / "model.safetensors")
     config = json.loads((packed / "config.json").read_text())
@@ -69,10 +69,6 @@ def make_tiny_packed(
     )
     (packed / "config.json").write_text(json.dumps(config))
     return packed, plain
-
-
-def weight_rows(weights: dict[str, NDArray[np.generic]]) -> int:
-    return weights["model.layers.0.mlp.down_proj.weight"].shape[0]
 
 
 def _quantise(

