@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pdmesh.engine.batch import gather
+from pdmesh.engine.batch import Gatherer, gather
 from pdmesh.engine.plan import NO_BLOCK, BlockUpdate, NewRow, StepPlan
 from pdmesh.engine.rows import Rows
 from pdmesh.protocol.messages import SamplingParams
@@ -113,3 +113,34 @@ def test_told_prompts_have_logits_of_their_own_before_the_sample() -> None:
     assert [span.token_ids.tolist() for span in step.prompts] == [[14]]
     assert step.batch.logits_index.tolist() == [0, 1]
     assert gather(rows, step_plan([(0, 4, 1, True)])).prompts == []
+
+
+def test_a_gatherer_that_goes_on_gathers_what_a_fresh_one_would() -> None:
+    """Rows join, leave, change places, get blocks and chunks between steps of one token each."""
+    rows, source = Rows(4, 60, 1, 4), np.random.default_rng(0)
+    gatherer, lengths = Gatherer(rows), dict.fromkeys(range(4), 0)
+    num_reused = 0
+    for _ in range(200):
+        new: list[NewRow] = []
+        chosen = source.permutation(4)[: source.integers(1, 5)].tolist() if source.random() < 0.2 else list(lengths)
+        for row in chosen:
+            if lengths[row] == 0 or lengths[row] > 50 or source.random() < 0.02:
+                lengths[row] = int(source.integers(1, 9))
+                tokens = source.integers(0, 99, lengths[row]).tolist()
+                new.append(new_row(row, tokens, blocks=[list(range(row * 15, row * 15 + 15))]))
+        fresh = {each.row for each in new}
+        plan = step_plan(
+            [(row, 0, lengths[row], True) if row in fresh else (row, lengths[row] - 1, 1, True) for row in chosen],
+            new=new,
+        )
+        expected, step = gather(rows, applied(rows, plan)), gatherer.gather(plan)
+        num_reused += bool(gatherer._row_ids) and not new
+        for name in ("token_ids", "positions", "query_start", "context_len", "logits_index"):
+            assert (getattr(step.batch, name) == getattr(expected.batch, name)).all(), name
+        assert all((a == b).all() for a, b in zip(step.batch.block_tables, expected.batch.block_tables, strict=True))
+        for name in ("sampled", "rows", "lengths", "logits_rows"):
+            assert (getattr(step, name) == getattr(expected, name)).all(), name
+        rows.put(step.rows, step.lengths, source.integers(0, 99, len(chosen)))
+        for row in chosen:
+            lengths[row] += 1
+    assert num_reused > 80

@@ -1,7 +1,9 @@
 """The sampler against plain references, and the promise that a row depends on nothing but itself."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,8 +14,11 @@ from numpy.typing import NDArray
 
 from pdmesh.engine.plan import NO_TOKEN, NewRow, StepPlan
 from pdmesh.engine.rows import Rows
-from pdmesh.engine.sampler import Sampler, Samples, on_host
+from pdmesh.engine.sampler import Sampler, Samples
+from pdmesh.engine.step_logits import on_host
 from pdmesh.protocol.messages import SamplingParams, ThinkingBudget
+from pdmesh_kernels.sample_scan import Scanner
+from support.scanner import scanner_or_skip
 
 V = 50
 EOS = frozenset({1})
@@ -43,17 +48,28 @@ def case(prompt: list[int], output: list[int] | None = None, choice: int = 0, **
 class Batch:
     """Cases in rows of their own, from row 0 on."""
 
+    scanner: ClassVar[Scanner | None] = None
+    """Set by `draws`."""
+
     def __init__(self, *cases: Case) -> None:
         self.rows = Rows(len(cases), MAX_LEN, 1, 16, eos_token_ids=EOS)
         self.rows.apply(StepPlan(new=[_new_row(row, each) for row, each in enumerate(cases)]))
         self.lengths = np.array([each.length for each in cases])
-        self._sampler = Sampler(self.rows)
+        self._sampler = Sampler(self.rows, self.scanner)
 
     def sample(self, logits: Floats) -> Samples:
         """Sample in place, and go one token further."""
         samples = self._sampler.sample(logits, np.arange(len(self.lengths)), self.lengths)
         self.lengths = self.lengths + 1
         return samples
+
+
+@pytest.fixture(autouse=True, scope="module", params=["numpy", "library"])
+def draws(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test runs with each way to draw."""
+    Batch.scanner = scanner_or_skip() if request.param == "library" else None
+    yield
+    Batch.scanner = None
 
 
 def _new_row(row: int, each: Case) -> NewRow:
@@ -271,6 +287,21 @@ def test_a_broken_row_is_an_error_and_its_neighbours_are_not(broken: float, temp
 
 def test_logits_on_the_host_are_not_copied() -> None:
     tensor = torch.zeros(2, V)
-    on_host(tensor)[1, 3] = 7.0
+    on_host(tensor).logits_RV[1, 3] = 7.0
     assert tensor[1, 3] == 7.0
-    assert on_host(torch.zeros(V, 2).T).flags.c_contiguous
+    assert on_host(torch.zeros(V, 2).T).logits_RV.flags.c_contiguous
+
+
+def test_largest_logits_that_the_backend_found_are_taken_and_minus_one_is_nan() -> None:
+    logits = np.zeros((3, V), dtype=np.float32)
+    logits[0, 7] = logits[1, 9] = 2.0
+    logits[2, 4] = np.nan
+    batch = Batch(*(case([5]) for _ in range(3)))
+    # Not the largest: so the answer tells who was asked.
+    found = np.array([3, 9, -1])
+    samples = batch._sampler.sample(logits, np.arange(3), batch.lengths, found)
+    assert samples.token_ids.tolist() == [3, 9, NO_TOKEN]
+    assert set(samples.failures) == {2}
+    plain = Batch(case([5]), case([5]))
+    assert plain._sampler.sample(logits[:2], np.arange(2), plain.lengths, found[:2]).token_ids.tolist() == [3, 9]
+    assert plain.rows.tokens[:2, 1].tolist() == [3, 9]

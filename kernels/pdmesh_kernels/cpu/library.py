@@ -86,6 +86,14 @@ def load() -> Library:
         raise LibraryError(f"{packaged_error}, and building failed: {exc}") from exc
 
 
+def is_built() -> bool:
+    """Whether `load` would find a library that is there already."""
+    try:
+        return PACKAGED.exists() or _cached().exists()
+    except OSError:
+        return False
+
+
 def choose_isa(library: Library, wanted: str) -> Isa:
     """Return the instruction set named `wanted` (lower case), or the fastest for "auto". Raises LibraryError."""
     names = {isa.name.lower(): isa for isa in library.isas}
@@ -110,12 +118,16 @@ def is_ours(status: os.stat_result) -> bool:
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & 0o002
 
 
+def _cached() -> Path:
+    return cache_folder() / f"libpdmesh_cpu-{source_digest()}.so"
+
+
 def _build_in_cache() -> Path:
     folder = cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_ours(folder.stat()):
         raise PermissionError(f"{folder} belongs to, or can be written by, another user")
-    target = folder / f"libpdmesh_cpu-{source_digest()}.so"
+    target = _cached()
     with (folder / "build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():

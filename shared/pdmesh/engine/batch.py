@@ -38,6 +38,52 @@ class Step:
     prompts: list[PromptSpan]
 
 
+class Gatherer:
+    """Gathers step after step. Nearly all have the rows of the one before, with a token more each, and reuse what they can."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._last: Step | None = None
+        self._row_ids: list[int] = []
+        """Those of the last step when the next one may reuse it, else empty."""
+        self._ones: list[int] = []
+        self._trues: list[bool] = []
+
+    def gather(self, plan: StepPlan) -> Step:
+        """Gather the input of a plan with at least one row, which the rows have applied."""
+        is_same = plan.rows == self._row_ids and plan.counts == self._ones and plan.samples == self._trues
+        if is_same and not plan.new and self._last is not None:
+            return self._go_on(plan, self._last)
+        step = gather(self._rows, plan)
+        self._last, self._row_ids = step, []
+        if len(step.sampled) == len(plan.rows) == len(step.batch.token_ids) and not step.prompts:
+            self._row_ids = list(plan.rows)
+            self._ones, self._trues = [1] * len(plan.rows), [True] * len(plan.rows)
+        return step
+
+    def _go_on(self, plan: StepPlan, last: Step) -> Step:
+        rows = self._rows
+        starts = np.array(plan.starts, dtype=np.int64)
+        lengths = starts + 1
+        places, width = last.rows, -(-int(lengths.max()) // rows.block_size)
+        batch = StepBatch(
+            token_ids=rows.tokens[places, starts].astype(np.int64),
+            positions=starts,
+            query_start=last.batch.query_start,
+            context_len=starts,
+            block_tables=[table[places, :width] for table in rows.tables],
+            logits_index=last.batch.logits_index,
+        )
+        return Step(
+            batch=batch,
+            sampled=last.sampled,
+            rows=places,
+            lengths=lengths,
+            logits_rows=last.logits_rows,
+            prompts=[],
+        )
+
+
 def gather(rows: Rows, plan: StepPlan) -> Step:
     """Gather tokens, positions and block tables of a plan with at least one row."""
     places = np.array(plan.rows, dtype=np.int64)

@@ -42,6 +42,8 @@ from pdmesh.engine.sizing import Sizes, kv_groups, measure_pool_bytes, resolve_l
 from pdmesh.errors import ConfigError, InternalError, MeshError
 from pdmesh.logging import setup_logging
 from pdmesh.security import MeshSecret
+from pdmesh_kernels.cpu.library import LibraryError
+from pdmesh_kernels.sample_scan import Scanner, make_scanner
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +174,7 @@ def _executor(
             block_size=info.groups[0].block_size,
             eos_token_ids=frozenset(info.eos_token_ids),
             processors=made,
+            scanner=_scanner(backend),
         )
     except MemoryError as exc:
         raise ConfigError(
@@ -179,6 +182,16 @@ def _executor(
             f"(max-model-len): {exc}; {available_bytes()} bytes are available"
         ) from exc
     return Executor(runner, is_async=config.async_scheduling)
+
+
+def _scanner(backend: Backend) -> Scanner | None:
+    """The CPU library's sampling, where it can be had; numpy draws the same tokens in some 0.5 ms a row."""
+    try:
+        # Not for plain torch: whoever asks for that shall not wait for a compiler.
+        return make_scanner(may_build=backend.name != "torch")
+    except LibraryError as exc:
+        log.info("tokens are drawn by numpy: %s", exc)
+        return None
 
 
 def _kv_manager(

@@ -3,6 +3,7 @@
 Rows are fixed places that the scheduler hands out. A plan's deltas are applied here, and a step's input is gathered from here.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,9 +13,12 @@ from pdmesh.engine.logits_processors import LogitsProcessor, active_processors
 from pdmesh.engine.plan import NO_BLOCK, NewRow, RowFailure, StepPlan
 from pdmesh.engine.row_failures import row_failure
 from pdmesh.engine.sampling_state import SamplingState, needs_state
+from pdmesh_kernels.sample_scan import DRAW
 
 # Below this temperature the division overflows before the distribution differs from greedy.
 MIN_TEMPERATURE = 1e-5
+# More than any vocabulary: all of it.
+MAX_TOP_K = 1 << 32
 
 
 class Rows:
@@ -43,8 +47,12 @@ class Rows:
         self.wants_logprobs = np.zeros(num_rows, dtype=np.bool_)
         self.has_failed = np.zeros(num_rows, dtype=np.bool_)
         """Whether the choice has ended by an error: it may still run where it was planned before, but samples no more."""
+        self.is_plain = np.zeros(num_rows, dtype=np.bool_)
+        """Whether the next token is the one with the largest logit, and nothing else is to be done or told."""
         self.told_prompt = np.zeros(num_rows, dtype=np.int64)
         """Length of the prompt where its log-probabilities are wanted, else 0."""
+        self.draws: NDArray[np.void] = np.zeros(num_rows, dtype=DRAW)
+        """How each row that is not greedy draws; what changes with each token is filled in by the sampler."""
         self._new: list[NewRow | None] = [None] * num_rows
         self._states: list[SamplingState | None] = [None] * num_rows
         self._active: list[list[LogitsProcessor]] = [[]] * num_rows
@@ -86,6 +94,11 @@ class Rows:
             self._states[row] = state
         return state
 
+    def fail(self, rows: int | NDArray[np.int64]) -> None:
+        """Note that choices have ended by an error."""
+        self.has_failed[rows] = True
+        self.is_plain[rows] = False
+
     def put(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Append a token to each of `rows`, which have `lengths` tokens."""
         self.tokens[rows, np.minimum(lengths, self.tokens.shape[1] - 1)] = token_ids
@@ -104,8 +117,16 @@ class Rows:
             self._active[row] = active_processors(self._processors, sampling)
         except Exception as exc:  # one row's parameters must not end the others of its step
             self._active[row], self._failures[row] = [], row_failure(exc)
-            self.has_failed[row] = True
+            self.fail(row)
         self.is_greedy[row] = sampling.temperature < MIN_TEMPERATURE
+        log_min_p = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+        self.draws[row] = (
+            *(0, 0, sampling.temperature, min(sampling.top_k, MAX_TOP_K), sampling.top_p, log_min_p),
+            *(sampling.seed, new.choice, 0),
+        )
         self.is_stateful[row] = bool(self._active[row]) or needs_state(sampling)
         self.wants_logprobs[row] = sampling.logprobs is not None
+        self.is_plain[row] = (
+            self.is_greedy[row] and not self.is_stateful[row] and sampling.logprobs is None and not self.has_failed[row]
+        )
         self.told_prompt[row] = new.num_prompt if new.wants_prompt_logprobs else 0

@@ -10,13 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 from pdmesh.engine.backend import Backend
-from pdmesh.engine.batch import PromptSpan, Step, gather
+from pdmesh.engine.batch import Gatherer, PromptSpan, Step
 from pdmesh.engine.logits_processors import LogitsProcessor
 from pdmesh.engine.plan import NO_TOKEN, StepPlan, StepResult
 from pdmesh.engine.row_failures import NAN_FAILURE, row_failure
 from pdmesh.engine.rows import Rows
-from pdmesh.engine.sampler import Sampler, on_host
+from pdmesh.engine.sampler import Sampler
+from pdmesh.engine.step_logits import StepLogits, on_host
 from pdmesh.engine.token_logprobs import describe_token, raw_logprobs
+from pdmesh_kernels.sample_scan import Scanner
 
 # Prompt positions whose log-probabilities are in memory at the same time, beside the logits.
 PROMPT_CHUNK = 64
@@ -35,12 +37,14 @@ class Runner:
         block_size: int,
         eos_token_ids: frozenset[int],
         processors: Sequence[LogitsProcessor] = (),
+        scanner: Scanner | None = None,
     ) -> None:
         self._backend = backend
         self._rows = Rows(
             num_rows, max_model_len, num_groups, block_size, eos_token_ids=eos_token_ids, processors=processors
         )
-        self._sampler = Sampler(self._rows)
+        self._gatherer = Gatherer(self._rows)
+        self._sampler = Sampler(self._rows, scanner)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, on_begin: Callable[[], None] | None = None) -> StepResult:
@@ -53,13 +57,13 @@ class Runner:
             self._backend.copy_blocks(plan.copies)
         if not plan.rows:
             return StepResult(token_ids=[])
-        step = gather(self._rows, plan)
+        step = self._gatherer.gather(plan)
         if on_begin is not None:
             on_begin()
-        logits_RV = on_host(self._backend.forward(step.batch))
-        return self._finish(plan, step, logits_RV)
+        return self._finish(plan, step, on_host(self._backend.forward(step.batch)))
 
-    def _finish(self, plan: StepPlan, step: Step, logits_RV: NDArray[np.float32]) -> StepResult:
+    def _finish(self, plan: StepPlan, step: Step, outcome: StepLogits) -> StepResult:
+        logits_RV, best_ids = outcome.logits_RV, outcome.best_ids
         result = StepResult(token_ids=[NO_TOKEN] * len(plan.rows), logprobs={}, prompt_logprobs={}, failures={})
         result.failures.update(self._rows.take_failures(plan.rows))
         for span in step.prompts:
@@ -68,7 +72,8 @@ class Runner:
             return result
         if step.prompts:
             logits_RV = logits_RV[step.logits_rows]
-        samples = self._sampler.sample(logits_RV, step.rows, step.lengths)
+            best_ids = None if best_ids is None else best_ids[step.logits_rows]
+        samples = self._sampler.sample(logits_RV, step.rows, step.lengths, best_ids)
         if len(step.sampled) == len(plan.rows):
             result.token_ids = samples.token_ids.tolist()
             result.logprobs.update(samples.logprobs)
@@ -103,4 +108,4 @@ class Runner:
                 return
         except Exception as exc:  # one row's parameters must not end the others of its step
             result.failures[span.index] = row_failure(exc)
-        self._rows.has_failed[row] = True
+        self._rows.fail(row)

@@ -1,0 +1,17 @@
+"""sample_scan: tokens drawn from logits without sorting the vocabulary, by temperature, top_k, top_p, min_p, and noise that is a
+function of seed, choice, position and token."""
+
+from pdmesh_kernels.cpu.library import LibraryError, choose_isa, is_built, load
+from pdmesh_kernels.sample_scan.cpu import Scanner
+from pdmesh_kernels.sample_scan.draws import DRAW, UNDECIDED
+
+__all__ = ["DRAW", "UNDECIDED", "Scanner", "make_scanner"]
+
+
+def make_scanner(isa: str = "auto", *, may_build: bool = True) -> Scanner:
+    """Make a scanner of the CPU library, which is built where it is missing and may be. Raises LibraryError that says why there is
+    none."""
+    if not may_build and not is_built():
+        raise LibraryError("the CPU library is not built")
+    library = load()
+    return Scanner(library, choose_isa(library, isa))
