@@ -69,8 +69,9 @@ struct Between {
 template <typename Source>
 class Bf16Product {
   public:
-    Bf16Product(const pdm_linear_args &args, int row_begin, int row_end, int panel_end, Bf16Scratch &scratch)
-        : args_(args), row_begin_(row_begin), row_end_(row_end), panel_end_(panel_end), scratch_(scratch),
+    Bf16Product(const pdm_linear_args &args, int row_begin, int row_end, Bf16Scratch &scratch)
+        : args_(args), row_begin_(row_begin), row_end_(row_end),
+          num_panels_(pdm_num_panels(args.weight->num_outputs, args.weight->is_gated)), scratch_(scratch),
           input_(args, row_begin, row_end, scratch), source_(*args.weight) {}
 
     void panel(int panel) {
@@ -105,7 +106,7 @@ class Bf16Product {
             between.is_few = Source::IS_PACKED && is_few();
             between.ending = ending_ ? &*ending_ : nullptr;
             between.rows_per_step = (TILE_ROWS + num_steps - 1) / num_steps;
-            if (Source::IS_PACKED) fetch_weights(between, tiles, num_steps, row, is_last && panel + 1 == panel_end_);
+            if (Source::IS_PACKED) fetch_weights(between, tiles, num_steps, row, is_last && panel + 1 == num_panels_);
             if (is_last) fetch_outputs(between, panel, row, num_rows);
             const InputRows rows = input_.rows(row, num_rows, k, count);
             if (between.is_few)
@@ -118,7 +119,8 @@ class Bf16Product {
         }
     }
 
-    // Few rows: from memory, a little ahead. Many: the block that follows in memory, a part with each 32 rows, into the second cache.
+    // Few rows: a little ahead. Many: the block that follows in memory, a part with each 32 rows; behind a piece too, for whoever has
+    // the next one.
     void fetch_weights(Between &between, const uint16_t *tiles, int num_steps, int row, bool is_end) const {
         constexpr size_t AHEAD_BYTES = 4096;
         constexpr int STEP_LINES = STEP_ITEMS * 2 / 64;
@@ -143,7 +145,7 @@ class Bf16Product {
     }
 
     const pdm_linear_args &args_;
-    const int row_begin_, row_end_, panel_end_;
+    const int row_begin_, row_end_, num_panels_;
     Bf16Scratch &scratch_;
     Bf16Input input_;
     const Source source_;
@@ -156,7 +158,7 @@ void linear_bf16(const pdm_linear_args &args, int row_begin, int row_end, int pa
     static_assert(Source::FEW_ROWS_BLOCK % STEP == 0 && Source::MANY_ROWS_BLOCK % STEP == 0);
     static_assert(Source::FEW_ROWS_BLOCK <= MAX_TAIL && Source::MANY_ROWS_BLOCK <= MAX_TAIL);
     static_assert(Source::IS_PACKED || (Source::FEW_ROWS_BLOCK <= MAX_BLOCK && Source::MANY_ROWS_BLOCK <= MAX_BLOCK));
-    Bf16Product<Source> product(args, row_begin, row_end, panel_end, *static_cast<Bf16Scratch *>(scratch));
+    Bf16Product<Source> product(args, row_begin, row_end, *static_cast<Bf16Scratch *>(scratch));
     for (int panel = panel_begin; panel < panel_end; panel++) product.panel(panel);
     product.end();
 }
