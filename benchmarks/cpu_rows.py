@@ -5,7 +5,7 @@ from typing import Literal
 
 from load import COLUMNS, Load
 
-SideName = Literal["serve", "mesh", "gguf", "vllm", "vllm-pd", "llama"]
+SideName = Literal["serve", "mesh", "gguf", "vllm", "vllm-pd", "llama", "llama-amx"]
 MORE_IS_BETTER = {key: more for key, _, _, more in COLUMNS}
 HEADINGS = {key: heading for key, heading, _, _ in COLUMNS}
 
@@ -64,6 +64,27 @@ def _load(num_requests: int, concurrency: int, input_len: int, output_len: int, 
         timeout_s=600.0,
         long_every=long_every,
         long_len=3000,
+    )
+
+
+def _four_bit_rows(peer: SideName, suffix: str, title: str) -> tuple[Row, Row]:
+    return (
+        Row(
+            name=f"itl-4bit{suffix}",
+            title=f"1 stream, 32 in, 128 out, 4-bit{title}",
+            ours="gguf",
+            peer=peer,
+            load=_load(4, 1, 32, 128),
+            goals=(Goal(key="itl_p50_ms", ratio=0.6),),
+        ),
+        Row(
+            name=f"ttft-4bit{suffix}",
+            title=f"1 stream, 1,024 in, 4-bit{title}",
+            ours="gguf",
+            peer=peer,
+            load=_load(3, 1, 1024, 4),
+            goals=(Goal(key="ttft_p50_ms", ratio=0.2),),
+        ),
     )
 
 
@@ -128,22 +149,8 @@ ROWS = (
         load=_load(16, 8, 64, 64, long_every=4),
         goals=(Goal(key="output_tokens_per_s", ratio=10.0),),
     ),
-    Row(
-        name="itl-4bit",
-        title="1 stream, 32 in, 128 out, 4-bit",
-        ours="gguf",
-        peer="llama",
-        load=_load(4, 1, 32, 128),
-        goals=(Goal(key="itl_p50_ms", ratio=0.6),),
-    ),
-    Row(
-        name="ttft-4bit",
-        title="1 stream, 1,024 in, 4-bit",
-        ours="gguf",
-        peer="llama",
-        load=_load(3, 1, 1024, 4),
-        goals=(Goal(key="ttft_p50_ms", ratio=0.2),),
-    ),
+    *_four_bit_rows("llama", "", ""),
+    *_four_bit_rows("llama-amx", "-amx", ", llama.cpp with AMX"),
 )
 # The start has no load: each run starts both servers, one after the other.
 START = "start"
