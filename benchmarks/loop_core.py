@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine import core as core_module
 from pdmesh.engine import core_process, executor, mailbox, runner, sampler, scheduler
 from pdmesh.engine.backend import Backend, KVGroupSpec, ModelInfo, ProgressCallback, StepBatch
+from pdmesh.engine.step_logits import StepLogits
 from pdmesh.parent import die_with_parent
 
 VOCAB_SIZE = 49152
@@ -65,9 +65,8 @@ class NullBackend(Backend):
         """Start and end in ns, rows, CPU time of the worker's thread in ns."""
         self.rest_s: list[float] = []
         """Steps as long as nothing else runs."""
-        self._logits = torch.from_numpy(
-            np.random.default_rng(0).standard_normal((256, VOCAB_SIZE), dtype=np.float32) * 2
-        )
+        self._logits = np.random.default_rng(0).standard_normal((256, VOCAB_SIZE), dtype=np.float32) * np.float32(2)
+        self._best_ids = self._logits.argmax(axis=-1)
 
     def load(self, model: str, dtype: str, block_size: int | None, progress: ProgressCallback) -> ModelInfo:
         if self._options.kind == "burn":
@@ -98,11 +97,12 @@ class NullBackend(Backend):
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         pass
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    # As the CPU library's backend: logits on the host, and the largest of each found on the way.
+    def forward(self, batch: StepBatch) -> StepLogits:  # type: ignore[override]
         began, cpu = time.perf_counter_ns(), time.thread_time_ns()
         self._take_time()
         num_rows = len(batch.logits_index)
-        logits = self._logits[:num_rows]
+        logits = StepLogits(self._logits[:num_rows], self._best_ids[:num_rows].copy())
         cpu = time.thread_time_ns() - cpu
         self.steps.append((began, time.perf_counter_ns(), num_rows, cpu))
         return logits
@@ -182,7 +182,7 @@ def main() -> int:
         stages.wrap(core_module.Core, "_take_in", "take in")
         stages.wrap(mailbox.Mailbox, "send", "send")
         stages.wrap(mailbox.Mailbox, "wait", "wait")
-        stages.wrap(runner, "gather", "gather")
+        stages.wrap(runner.Gatherer, "gather", "gather")
         stages.wrap(sampler.Sampler, "sample", "sample")
         stages.wrap(runner.Runner, "run", "worker's run")
         stages.wrap(executor.Executor, "take_results", "take results")
