@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 
 from pdmesh.engine.messages import CoreReady
@@ -62,7 +62,7 @@ class LocalGenerator(Generator):
 
     async def generate(self, request: TokenRequest) -> AsyncIterator[ChoiceDelta]:
         leg = _stock_leg(request)
-        inbox = _Inbox()
+        inbox, is_traced = _Inbox(), False
         running = self._submission.submit(_engine_request(request), inbox, leg)
         self._running[request.request_id] = running
         try:
@@ -71,7 +71,10 @@ class LocalGenerator(Generator):
                     raise from_code(
                         delta.error_code, delta.error_message, delta.error_param or None, request.request_id
                     )
-                self._fill(request.trace, running, leg)
+                if not is_traced:
+                    self._fill(request.trace, running, leg)
+                    # Nothing of it changes once there is a token.
+                    is_traced = bool(delta.token_ids)
                 if delta.token_ids or delta.finish_reason:
                     yield delta
             if leg.offer:
@@ -120,21 +123,31 @@ class _Inbox(Sink):
     """One request's deltas between the core's outputs and whoever iterates."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[ChoiceDelta] = asyncio.Queue()
+        self._deltas: deque[ChoiceDelta] = deque()
+        self._waiter: asyncio.Future[None] | None = None
         self._overflowed = False
 
     def put(self, delta: ChoiceDelta) -> None:
-        if self._queue.qsize() < MAX_UNREAD_DELTAS:
-            self._queue.put_nowait(delta)
+        if len(self._deltas) < MAX_UNREAD_DELTAS:
+            self._deltas.append(delta)
         else:
             self._overflowed = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def deltas(self, running: RunningRequest) -> AsyncIterator[ChoiceDelta]:
         """Yield until every choice has ended. The request's deadline bounds each wait: it ends in an error delta."""
-        while running.open_choices or not self._queue.empty():
+        while running.open_choices or self._deltas:
             if self._overflowed:
                 raise Overloaded(f"the client read nothing while {MAX_UNREAD_DELTAS} deltas arrived")
-            yield await self._queue.get()
+            if self._deltas:
+                yield self._deltas.popleft()
+                continue
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
 
 
 def _stock_leg(request: TokenRequest) -> StockLeg:

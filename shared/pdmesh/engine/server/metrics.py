@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from pdmesh.engine.messages import CoreReady
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.load import LoadBoard
+from pdmesh.engine.server.token_histogram import TokenHistogram
 
 # Bucket edges as vLLM's dashboards expect them.
 TTFT_S = (
@@ -109,7 +110,14 @@ class EngineMetrics:
             # There from the start, so that a rate over the first refusal is one.
             self.admission_rejections.inc(limit, amount=0)
         self.ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to first token, seconds.", TTFT_S)
-        self.itl = histogram("vllm:inter_token_latency_seconds", "Between tokens of one choice, seconds.", ITL_S)
+        self.itl = TokenHistogram(
+            "vllm:inter_token_latency_seconds",
+            "Between tokens of one choice, seconds.",
+            labels=LABELS,
+            values=values,
+            buckets=ITL_S,
+            registry=registry,
+        )
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end, seconds.", LATENCY_S)
         self.queue_time = histogram("vllm:request_queue_time_seconds", "Waiting for a first step, seconds.", LATENCY_S)
         self.inference_time = histogram(

@@ -93,12 +93,15 @@ class Outputs:
             self._handoff.sealed(sealed)
         for transfer in output.transfers:
             self._transfer_ended(transfer)
-        now = time.monotonic()
+        now, num_tokens = time.monotonic(), 0
         for delta in output.deltas:
             running = self._table.get(delta.request_id)
             # Choices that were aborted may have had tokens on the way.
             if running is not None and delta.choice in running.open_choices:
+                num_tokens += len(delta.token_ids)
                 self._deliver(running, delta, now)
+        if num_tokens:
+            self._metrics.generation_tokens.inc(num_tokens)
         if self._tier is not None:
             for computed in output.computed:
                 self._tier.store(computed)
@@ -195,4 +198,3 @@ class Outputs:
             self._metrics.itl.observe(now - last)
         running.last_token_s[delta.choice] = now
         running.num_generated += len(delta.token_ids)
-        self._metrics.generation_tokens.inc(len(delta.token_ids))

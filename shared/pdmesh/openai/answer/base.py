@@ -30,12 +30,17 @@ class Answer(ABC):
 
     chunk_type: ClassVar[type[ChatChunk] | type[Completion]]
     """What a stream of this answer is made of."""
+    empty_text: ClassVar[bytes]
+    """Where a chunk has its text, as JSON without any. No other value can look like it: quotes inside strings are escaped."""
 
     def __init__(self, head: AnswerHead, body: GenerationBody, run: AnswerRun, text: TextModel) -> None:
         self.head = head
         self.body = body
         self.run = run
         self.text = text
+        self._is_text_only = not (body.continuous_usage or body.return_token_ids or self._has_logprobs)
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """What stands before and behind the text in a choice's events."""
         self._begun: set[int] = set()
         self._num_ended = 0
         self._prompts: dict[int, list[PositionLogprobs | None]] = {}
@@ -66,8 +71,20 @@ class Answer(ABC):
         """Return the answer once every choice has ended."""
 
     def events(self, update: ChoiceUpdate) -> bytes:
-        """Return an update's chunks as server-sent events."""
-        return b"".join(event(chunk) for chunk in self.chunks(update))
+        """Return an update's chunks as server-sent events. Those of one choice that only have text differ in nothing else."""
+        if update.finish_reason is not None or not self._is_text_only or update.index not in self._begun:
+            return b"".join(event(chunk) for chunk in self.chunks(update))
+        frame = self._frames.get(update.index)
+        if frame is None:
+            [chunk] = self.chunks(msgspec.structs.replace(update, text=""))
+            before, after = event(chunk).split(self.empty_text)
+            frame = self._frames[update.index] = (before + self.empty_text[:-2], after)
+        return frame[0] + encode(update.text) + frame[1]
+
+    @property
+    @abstractmethod
+    def _has_logprobs(self) -> bool:
+        """Whether each chunk tells log-probabilities."""
 
     def _begins(self, index: int) -> bool:
         """Tell, once per choice, that this is its first update."""

@@ -37,6 +37,7 @@ class _Choice:
 
 class ChatAnswer(Answer):
     chunk_type = ChatChunk
+    empty_text = b'"content":""'
     """`role` is who speaks; `opening` is text that every choice begins with (an echoed last message)."""
 
     body: ChatBody
@@ -48,6 +49,10 @@ class ChatAnswer(Answer):
         self._role = role
         self._opening = opening
         self._choices: dict[int, _Choice] = {}
+
+    @property
+    def _has_logprobs(self) -> bool:
+        return bool(self.body.logprobs)
 
     def chunks(self, update: ChoiceUpdate) -> list[msgspec.Struct]:
         made: list[msgspec.Struct] = []

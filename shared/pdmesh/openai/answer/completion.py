@@ -26,6 +26,7 @@ class _Choice:
 
 class CompletionAnswer(Answer):
     chunk_type = Completion
+    empty_text = b'"text":""'
     body: CompletionBody
 
     def __init__(self, head: AnswerHead, body: CompletionBody, run: AnswerRun, text: TextModel) -> None:
@@ -33,6 +34,10 @@ class CompletionAnswer(Answer):
         self._choices: dict[int, _Choice] = {}
         self._offsets: dict[int, int] = {}
         """Characters of each choice's tokens so far."""
+
+    @property
+    def _has_logprobs(self) -> bool:
+        return self.body.logprobs is not None
 
     def chunks(self, update: ChoiceUpdate) -> list[msgspec.Struct]:
         choice = self._choice(update)

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdmesh.errors import DeadlineExceeded, InternalError, MeshError
+from pdmesh.http_protocol import WRITE_EXTENSION
 from pdmesh.openai.http.disconnect import ClientGone, unless_disconnected
 from pdmesh.openai.http.errors import error_event, error_response
 from pdmesh.openai.http.route_header import ROUTE_HEADER, describe_route
@@ -50,6 +51,7 @@ class EventStream(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         error, started = None, False
+        write: Callable[[bytes], bool] = scope.get("extensions", {}).get(WRITE_EXTENSION, _write_nothing)
         try:
             async with asyncio.timeout_at(self._job.deadline), aclosing(self._events()) as events:
                 async for chunk in events:
@@ -57,7 +59,8 @@ class EventStream(Response):
                         self.headers[ROUTE_HEADER] = describe_route(self._job.traces)
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                         started = True
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    if not write(chunk):
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except MeshError as exc:
             error = exc
         except TimeoutError:
@@ -77,6 +80,10 @@ class EventStream(Response):
     def _events(self) -> AsyncGenerator[bytes, None]:
         events = self._job.events()
         return _with_keep_alive(events, self._keep_alive_s) if self._keep_alive_s else events
+
+
+def _write_nothing(piece: bytes) -> bool:
+    return False
 
 
 async def _with_keep_alive(events: AsyncGenerator[bytes, None], interval_s: float) -> AsyncGenerator[bytes, None]:

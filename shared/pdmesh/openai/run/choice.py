@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdmesh.openai.generator import TokenRequest
 from pdmesh.openai.run.logprobs import LogprobSpeller, PositionLogprobs
 from pdmesh.openai.text import StopScanner, StopStrings, TextModel
@@ -21,8 +23,7 @@ class TextOptions:
     tokens_as_ids: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceUpdate:
+class ChoiceUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """What one delta added to one choice of the answer."""
 
     index: int
@@ -46,6 +47,7 @@ class ChoiceText:
         self._index = index
         self._prompt_index = prompt_index
         self._min_tokens = request.sampling.min_tokens
+        self._options = options
         self._include_stop = options.include_stop
         self._detokenizer = text.detokenizer(context=request.token_ids, skip_special_tokens=options.skip_special_tokens)
         self._scanner = StopScanner(options.stops, options.include_stop)
@@ -55,6 +57,8 @@ class ChoiceText:
 
     def feed(self, delta: ChoiceDelta) -> ChoiceUpdate:
         """Take a delta. After an update with a finish_reason the choice is over."""
+        if len(delta.token_ids) == 1 and not delta.finish_reason and not self._options.stops.automata:
+            return self._feed_one(delta, delta.token_ids)
         pieces: list[str] = []
         stop: str | None = None
         num_used = 0
@@ -83,6 +87,17 @@ class ChoiceText:
             finish_reason="stop" if stop is not None else delta.finish_reason or None,
             stop_reason=stop if stop is not None else _stop_reason(delta),
             stopped_here=stop is not None and not delta.finish_reason,
+        )
+
+    def _feed_one(self, delta: ChoiceDelta, token_ids: list[int]) -> ChoiceUpdate:
+        """Take a token that ends nothing and can complete no stop string: nearly all are such."""
+        self.num_tokens += 1
+        return ChoiceUpdate(
+            index=self._index,
+            prompt_index=self._prompt_index,
+            text=self._detokenizer.push(token_ids[0]),
+            token_ids=token_ids,
+            logprobs=[self._speller.spell(position) for position in delta.logprobs[:1]] if self._speller else None,
         )
 
 
