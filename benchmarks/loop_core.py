@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from pdmesh.connector.pool import KVPool
+from pdmesh.engine import batch as batch_module
 from pdmesh.engine import core as core_module
 from pdmesh.engine import core_process, executor, mailbox, runner, sampler, scheduler
 from pdmesh.engine.backend import Backend, KVGroupSpec, ModelInfo, ProgressCallback, StepBatch
@@ -98,7 +99,7 @@ class NullBackend(Backend):
         pass
 
     # As the CPU library's backend: logits on the host, and the largest of each found on the way.
-    def forward(self, batch: StepBatch) -> StepLogits:  # type: ignore[override]
+    def forward(self, batch: StepBatch) -> StepLogits:
         began, cpu = time.perf_counter_ns(), time.thread_time_ns()
         self._take_time()
         num_rows = len(batch.logits_index)
@@ -182,7 +183,7 @@ def main() -> int:
         stages.wrap(core_module.Core, "_take_in", "take in")
         stages.wrap(mailbox.Mailbox, "send", "send")
         stages.wrap(mailbox.Mailbox, "wait", "wait")
-        stages.wrap(runner.Gatherer, "gather", "gather")
+        stages.wrap(batch_module.Gatherer, "gather", "gather")
         stages.wrap(sampler.Sampler, "sample", "sample")
         stages.wrap(runner.Runner, "run", "worker's run")
         stages.wrap(executor.Executor, "take_results", "take results")

@@ -13,7 +13,7 @@ from support.cpu_decoder import BLOCK, NUM_BLOCKS, VOCABULARY, WINDOWS, Chunk, D
 
 FORMATS = [Format.F32, Format.BF16]
 # Relative to the size of the logits: f32 differs by the order of sums; bf16 by what activations are rounded to.
-TOLERANCE = {Format.F32: 1e-5, Format.BF16: 2e-2}
+TOLERANCE = {Format.F32: 1e-5, Format.BF16: 8e-3}
 LENGTHS = (3, 70, 300)
 THREADS = (1, 2, 3, 5)
 

@@ -117,7 +117,8 @@ def test_broken_tensors_are_named(tmp_path: Path) -> None:
     stem = "model.layers.0.mlp.up_proj"
     broken = {
         "scales is missing": {name: value for name, value in whole.items() if name != f"{stem}.scales"},
-        "qweight is torch.float32, must be int32": whole | {f"{stem}.qweight": whole[f"{stem}.qweight"].astype(np.float32)},
+        "qweight is torch.float32, must be int32": whole
+        | {f"{stem}.qweight": whole[f"{stem}.qweight"].astype(np.float32)},
         "g_idx names groups that there are not": whole | {f"{stem}.g_idx": whole[f"{stem}.g_idx"] + 1},
         "down_proj.bias.* not expected": whole | {"model.layers.0.mlp.down_proj.bias": np.ones(64, dtype=np.float16)},
     }

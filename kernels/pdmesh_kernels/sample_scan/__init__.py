@@ -9,7 +9,7 @@ __all__ = ["DRAW", "UNDECIDED", "Scanner", "make_scanner"]
 
 
 def make_scanner(isa: str = "auto", *, may_build: bool = True) -> Scanner:
-    """Make a scanner of the CPU library, which is built where it is missing and may be. Raises LibraryError: why there is none."""
+    """Make a scanner of the CPU library, which is built where it is missing and may be. Raises LibraryError that says why."""
     if not may_build and not is_built():
         raise LibraryError("the CPU library is not built")
     library = load()

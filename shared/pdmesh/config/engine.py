@@ -23,8 +23,8 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """Name in the API; empty: derived from `model`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Weights and KV. auto: the checkpoint's, but float32 on a backend that is not row-invariant below it."""
-    backend: Literal["auto", "torch"] = "auto"
-    """Device code that runs the model."""
+    backend: Literal["auto", "cpu", "torch"] = "auto"
+    """Device code that runs the model: cpu is the CPU library (bfloat16 or float32), auto and torch are PyTorch."""
     cpu_threads: int = Field(default=0, ge=0, le=1024)
     """Threads for CPU compute; 0: all cores that this process may use."""
     max_model_len: AutoSize = Field(default=0, ge=0, le=1 << 40)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.batch_defaults import DeviceInfo
+from pdmesh.engine.step_logits import StepLogits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +102,9 @@ class Backend(ABC):
         """Copy whole blocks (source, target) before the next forward."""
 
     @abstractmethod
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the KV of all T tokens, return logits [R, vocab] float32 on the device."""
+    def forward(self, batch: StepBatch) -> torch.Tensor | StepLogits:
+        """Write the KV of all T tokens; return logits [R, vocab] float32 on the device, or on the host with what is known of
+        them."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -3,7 +3,7 @@
 from pdmesh.engine.backend import Backend
 from pdmesh.errors import ConfigError
 
-NAMES = ("auto", "torch")
+NAMES = ("auto", "cpu", "torch")
 
 
 def make_backend(name: str, cpu_threads: int) -> Backend:
@@ -11,6 +11,10 @@ def make_backend(name: str, cpu_threads: int) -> Backend:
 
     `cpu_threads` 0 takes every core the process may use. Raises ConfigError for an unknown name.
     """
+    if name == "cpu":
+        from pdmesh.engine.cpu_backend import CpuBackend
+
+        return CpuBackend(cpu_threads)
     if name in ("auto", "torch"):
         from pdmesh.engine.torch_backend import TorchBackend
 

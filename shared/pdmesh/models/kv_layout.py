@@ -11,6 +11,8 @@ from pdmesh.models.model_config import ModelConfig
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PACKING = "layer,kv_head,kv,token,head_dim/2"
 """Order of a block's dimensions, and the version of everything that this page does not say."""
+CPU_PACKING = "cpu library 1"
+"""The CPU library's own order: `pdm_kv` in its interface. Heads are padded to a multiple of 32 numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,7 @@ class KVLayout:
     head_dim: int
     dtype: str
     block_size: int
+    packing: str = PACKING
 
     @property
     def kind(self) -> str:
@@ -38,11 +41,12 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * ITEM_BYTES[self.dtype]
+        head_dim = -(-self.head_dim // 32) * 32 if self.packing == CPU_PACKING else self.head_dim
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * head_dim * ITEM_BYTES[self.dtype]
 
     @property
     def fingerprint(self) -> str:
-        content = json.dumps(asdict(self) | {"kind": self.kind, "packing": PACKING}, sort_keys=True)
+        content = json.dumps(asdict(self) | {"kind": self.kind}, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
     def spec(self) -> KVGroupSpec:
@@ -56,7 +60,7 @@ class KVLayout:
         )
 
 
-def plan_layouts(config: ModelConfig, dtype: str, block_size: int) -> tuple[KVLayout, ...]:
+def plan_layouts(config: ModelConfig, dtype: str, block_size: int, packing: str = PACKING) -> tuple[KVLayout, ...]:
     """Part a model's layers into KV groups; one layout each, all of the same size."""
     groups = plan_groups(config.windows)
     return tuple(
@@ -68,6 +72,7 @@ def plan_layouts(config: ModelConfig, dtype: str, block_size: int) -> tuple[KVLa
             head_dim=config.head_dim,
             dtype=dtype,
             block_size=block_size,
+            packing=packing,
         )
         for group in groups
     )

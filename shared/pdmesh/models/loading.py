@@ -1,8 +1,10 @@
 """From a model's name to a model in memory."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -29,26 +31,44 @@ class LoadedModel:
     duration_s: float
 
 
-def load_model(name: str, dtype: torch.dtype, report: Callable[[float], None]) -> LoadedModel:
-    """Find, check and read a model; `report` gets the fraction done. Blocks; raises ConfigError."""
-    started = time.monotonic()
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model that was found and checked, its weights not read yet."""
+
+    path: Path
+    config: ModelConfig
+    reader: WeightReader
+    eos_token_ids: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def open_checkpoint(name: str) -> Iterator[Checkpoint]:
+    """Find and check a model, and open its weights. Blocks; raises ConfigError."""
     source = resolve(name)
     raw_config = read_config(source)
     config = parse_model_config(raw_config, str(source.path))
     reader = open_weights(source, config, parse_quantization(raw_config, str(source.path)))
-    try:
-        weights = DecoderWeights(config, dtype)
-        fill(weights.targets, reader, str(source.path), report)
-        weights.finish()
+    with contextlib.closing(reader):
+        yield Checkpoint(source.path, config, reader, tuple(raw_config["eos_token_id"]))
+
+
+def load_model(name: str, dtype: torch.dtype, report: Callable[[float], None]) -> LoadedModel:
+    """Find, check and read a model; `report` gets the fraction done. Blocks; raises ConfigError."""
+    started = time.monotonic()
+    with open_checkpoint(name) as checkpoint:
+        config, reader = checkpoint.config, checkpoint.reader
+        try:
+            weights = DecoderWeights(config, dtype)
+            fill(weights.targets, reader, str(checkpoint.path), report)
+            weights.finish()
+        except RuntimeError as exc:
+            if "allocate" not in str(exc):
+                raise
+            raise ConfigError(
+                f"{checkpoint.path}: not enough memory for the weights; use a smaller model or --dtype"
+            ) from exc
         fingerprint = model_fingerprint(config, reader.stored_regions(), str(dtype).removeprefix("torch."))
-    except RuntimeError as exc:
-        if "allocate" not in str(exc):
-            raise
-        raise ConfigError(f"{source.path}: not enough memory for the weights; use a smaller model or --dtype") from exc
-    finally:
-        reader.close()
-    eos_token_ids = tuple(raw_config["eos_token_id"])
-    return LoadedModel(DecoderModel(config, weights), fingerprint, eos_token_ids, time.monotonic() - started)
+    return LoadedModel(DecoderModel(config, weights), fingerprint, checkpoint.eos_token_ids, time.monotonic() - started)
 
 
 def open_weights(source: ModelSource, config: ModelConfig, quantization: CheckpointQuantization | None) -> WeightReader:

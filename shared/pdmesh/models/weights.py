@@ -64,21 +64,26 @@ def fill(targets: dict[str, torch.Tensor], reader: WeightReader, model: str, rep
 
     Raises ConfigError for a tensor that is missing, left over or of the wrong shape.
     """
-    missing = sorted(targets.keys() - reader.regions.keys())
-    if missing:
-        raise ConfigError(f"{model}: {_names(missing)} missing from the checkpoint; is it whole?")
-    unexpected = sorted(name for name in reader.regions.keys() - targets.keys() if not reader.is_ignorable(name))
-    if unexpected:
-        raise ConfigError(f"{model}: {_names(unexpected)} not expected by its architecture; is config.json its own?")
-    for name, target in targets.items():
-        if reader.regions[name].shape != tuple(target.shape):
-            found, wanted = list(reader.regions[name].shape), list(target.shape)
-            raise ConfigError(f"{model}: tensor {name} is {found}, but its configuration asks for {wanted}")
+    check_shapes({name: tuple(target.shape) for name, target in targets.items()}, reader, model)
     total = sum(reader.regions[name].num_bytes for name in targets)
     done = 0
     for name in _read_all(targets, reader):
         done += reader.regions[name].num_bytes
         report(done / total)
+
+
+def check_shapes(shapes: dict[str, tuple[int, ...]], reader: WeightReader, model: str) -> None:
+    """Raise ConfigError unless the checkpoint has just these tensors, in these shapes."""
+    missing = sorted(shapes.keys() - reader.regions.keys())
+    if missing:
+        raise ConfigError(f"{model}: {_names(missing)} missing from the checkpoint; is it whole?")
+    unexpected = sorted(name for name in reader.regions.keys() - shapes.keys() if not reader.is_ignorable(name))
+    if unexpected:
+        raise ConfigError(f"{model}: {_names(unexpected)} not expected by its architecture; is config.json its own?")
+    for name, shape in shapes.items():
+        if reader.regions[name].shape != shape:
+            found, wanted = list(reader.regions[name].shape), list(shape)
+            raise ConfigError(f"{model}: tensor {name} is {found}, but its configuration asks for {wanted}")
 
 
 def _read_all(targets: dict[str, torch.Tensor], reader: WeightReader) -> Iterator[str]:

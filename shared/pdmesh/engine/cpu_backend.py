@@ -1,0 +1,166 @@
+"""The CPU library as a backend: packed weights and KV, one call per step, results that depend on nothing but the row."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdmesh.connector.pool import KVPool
+from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback, StepBatch
+from pdmesh.engine.host_memory import available_bytes, usable_cores
+from pdmesh.engine.step_logits import StepLogits
+from pdmesh.errors import ConfigError
+from pdmesh.models.cpu_program import CpuProgram
+from pdmesh.models.cpu_weights import CpuWeights, load_cpu_weights
+from pdmesh.models.fingerprint import model_fingerprint
+from pdmesh.models.kv_layout import CPU_PACKING, KVLayout, plan_layouts
+from pdmesh.models.loading import open_checkpoint
+from pdmesh.models.model_config import ModelConfig
+from pdmesh.models.weight_formats import Quantization
+from pdmesh_kernels.cpu.library import Library, LibraryError, Pool, choose_isa, load
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
+# Beside a step's own: raw log-probabilities, ids and logits of what may be drawn.
+BYTES_PER_LOGIT = 4 + 4 + 8 + 4
+
+
+class CpuBackend(Backend):
+    name = "cpu"
+    row_invariant = True
+    default_block_size = 32
+
+    def __init__(self, cpu_threads: int, isa: str = "auto", quantization: str = "none") -> None:
+        """Raises ConfigError where there is no library, or not this instruction set."""
+        try:
+            self._library: Library = load()
+            self._isa = choose_isa(self._library, isa)
+            self._pool = Pool(self._library, cpu_threads or usable_cores())
+        except LibraryError as exc:
+            raise ConfigError(f"backend: the CPU library cannot be used: {exc}") from exc
+        # Only loading uses torch: its threads would spin beside ours.
+        torch.set_num_threads(self._pool.num_threads)
+        self._quantization = Quantization(quantization)
+        self._config: ModelConfig | None = None
+        self._weights: CpuWeights | None = None
+        self._layouts: tuple[KVLayout, ...] = ()
+        self._program: CpuProgram | None = None
+        self._blocks: NDArray[np.uint8] | None = None
+
+    def load(self, model: str, dtype: str, block_size: int | None, progress: ProgressCallback) -> ModelInfo:
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"dtype: {dtype!r} is not for the CPU library; use bfloat16 or float32, or --backend torch"
+            )
+        size = block_size or self.default_block_size
+        if size % 32:
+            raise ConfigError(f"block-size {size}: the CPU library needs a multiple of 32; or use --backend torch")
+        started, dtype_name = time.monotonic(), DTYPES[dtype]
+        with open_checkpoint(model) as checkpoint:
+            config = checkpoint.config
+            if config.head_dim % 2 or config.head_dim > 256:
+                raise ConfigError(
+                    f"{model}: head_dim {config.head_dim} is not an even number up to 256; use --backend torch"
+                )
+            numbers = (
+                dtype_name if self._quantization is Quantization.NONE else f"{dtype_name} {self._quantization.value}"
+            )
+            fingerprint = model_fingerprint(config, checkpoint.reader.stored_regions(), numbers)
+            self._weights = load_cpu_weights(
+                self._library,
+                config,
+                checkpoint.reader,
+                torch.float32 if dtype_name == "float32" else torch.bfloat16,
+                self._quantization,
+                fingerprint,
+                _reporter(progress),
+            )
+        self._config = config
+        self._layouts = plan_layouts(config, dtype_name, size, CPU_PACKING)
+        log.info(
+            "loaded %s: %s, %s, %d KV groups, %s, %d threads, %.2f s",
+            model,
+            config.architecture,
+            numbers,
+            len(self._layouts),
+            self._isa.name.lower(),
+            self._pool.num_threads,
+            time.monotonic() - started,
+        )
+        return ModelInfo(
+            fingerprint=fingerprint,
+            groups=tuple(layout.spec() for layout in self._layouts),
+            max_model_len=config.max_positions,
+            vocab_size=config.vocab_size,
+            eos_token_ids=checkpoint.eos_token_ids,
+            dtype=dtype_name,
+        )
+
+    def available_kv_bytes(self, fraction: float) -> int:
+        return available_bytes(fraction=fraction)
+
+    def profile(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        assert self._config is not None, "profile before load"
+        # The library says it exactly, once it has a program; one over a single block is made for that.
+        block = _aligned(self._layouts[0].block_bytes).reshape(1, -1)
+        program = self._make_program(block)
+        try:
+            logits_bytes = max_num_seqs * self._config.vocab_size * BYTES_PER_LOGIT
+            return program.num_bytes(max_num_tokens, max_num_seqs) + logits_bytes
+        finally:
+            program.close()
+
+    def bind(self, pool: KVPool) -> None:
+        assert self._layouts, "bind before load"
+        assert pool.shape.block_bytes == self._layouts[0].block_bytes, "pool of another layout"
+        self._blocks = pool.blocks
+        self._program = self._make_program(pool.blocks)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        assert self._blocks is not None, "copy before bind"
+        if pairs:
+            # All sources are read before the first target is written.
+            sources, targets = np.array(pairs).T
+            self._blocks[targets] = self._blocks[sources]
+
+    def forward(self, batch: StepBatch) -> StepLogits:
+        assert self._program is not None, "forward before bind"
+        logits_RV, best_ids = self._program.run(self._pool, batch)
+        return StepLogits(logits_RV, best_ids.astype(np.int64))
+
+    def close(self) -> None:
+        if self._program is not None:
+            self._program.close()
+        self._program = None
+        self._pool.close()
+        if self._weights is not None:
+            self._weights.file.close()
+
+    def _make_program(self, blocks: NDArray[np.uint8]) -> CpuProgram:
+        assert self._config is not None
+        assert self._weights is not None
+        return CpuProgram(self._library, self._isa, self._config, self._weights, self._layouts, blocks)
+
+
+def _aligned(num_bytes: int) -> NDArray[np.uint8]:
+    memory = np.zeros(num_bytes + 64, dtype=np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + num_bytes]
+
+
+def _reporter(progress: ProgressCallback) -> Callable[[float], None]:
+    """Pass on every whole percent, once."""
+    reported = -1
+
+    def report(fraction: float) -> None:
+        nonlocal reported
+        percent = int(fraction * 100)
+        if percent > reported:
+            reported = percent
+            progress("weights", percent / 100)
+
+    return report

@@ -1,0 +1,156 @@
+"""The CPU library as a backend: PyTorch's logits in float32, and rows that depend on nothing around them, in bfloat16 too."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
+from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback, StepBatch
+from pdmesh.engine.cpu_backend import CpuBackend
+from pdmesh.engine.step_logits import on_host
+from pdmesh.engine.torch_backend import TorchBackend
+from pdmesh.errors import ConfigError
+
+VOCABULARY, LENGTH, NUM_BLOCKS = 160, 150, 32
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "max_position_embeddings": 512,
+}
+KINDS = ("llama", "qwen3", "gemma3")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdmesh.models.cpu_weights.cache_folder", lambda: tmp_path / "cache")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    match request.param:
+        case "llama":
+            made = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=2, attention_bias=True))
+        case "qwen3":
+            made = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=2, tie_word_embeddings=True))
+        case _:
+            made = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, num_hidden_layers=6, sliding_window=40))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    folder = tmp_path_factory.mktemp("model")
+    made.save_pretrained(folder)
+    return folder
+
+
+class Bound:
+    """A backend with a pool, and one sequence whose blocks are in no order."""
+
+    def __init__(self, backend: Backend, model: Path, dtype: str) -> None:
+        self.backend = backend
+        self.info: ModelInfo = backend.load(str(model), dtype, None, ProgressCallback())
+        shape = PoolShape(NUM_BLOCKS, self.info.groups[0].block_bytes)
+        descriptor = create_pool_file("test")
+        size_pool_file(descriptor, shape)
+        self.pool = KVPool(descriptor, shape, writable=True)
+        # Whatever a block held before must not matter.
+        self.pool.blocks[:] = 0xFF
+        backend.bind(self.pool)
+        self._blocks = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32)
+
+    def logits(self, token_ids: list[int], start: int = 0, end: int = LENGTH) -> np.ndarray:
+        """Compute tokens [start, end) behind what is there; return the logits of each."""
+        count, width = end - start, -(-len(token_ids) // 32)
+        tables = self._blocks[: width * len(self.info.groups)].reshape(-1, 1, width)
+        batch = StepBatch(
+            token_ids=np.array(token_ids[start:end], dtype=np.int64),
+            positions=np.arange(start, end, dtype=np.int64),
+            query_start=np.array([0, count], dtype=np.int64),
+            context_len=np.array([start], dtype=np.int64),
+            block_tables=list(tables),
+            logits_index=np.arange(count, dtype=np.int64),
+        )
+        found = on_host(self.backend.forward(batch))
+        if found.best_ids is not None:
+            np.testing.assert_array_equal(found.best_ids, found.logits_RV.argmax(axis=1))
+        return found.logits_RV
+
+    def close(self) -> None:
+        self.backend.close()
+        self.pool.close()
+
+
+@pytest.fixture
+def token_ids() -> list[int]:
+    return np.random.default_rng(1).integers(VOCABULARY, size=LENGTH).tolist()
+
+
+def test_float32_logits_are_those_of_pytorch(model: Path, token_ids: list[int]) -> None:
+    found = []
+    for backend in (CpuBackend(2), TorchBackend(1)):
+        with closing(Bound(backend, model, "float32")) as bound:
+            found.append(bound.logits(token_ids))
+    np.testing.assert_allclose(found[0], found[1], atol=2e-4 * np.abs(found[1]).max())
+
+
+def test_bfloat16_is_close_to_float32(model: Path, token_ids: list[int]) -> None:
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        with closing(Bound(CpuBackend(1), model, dtype)) as bound:
+            found.append(bound.logits(token_ids))
+    error = np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[1])
+    assert 0 < error < 0.05
+
+
+def test_chunks_and_threads_change_no_bit_in_bfloat16(model: Path, token_ids: list[int]) -> None:
+    with closing(Bound(CpuBackend(1), model, "bfloat16")) as bound:
+        whole = bound.logits(token_ids)
+    ends = (1, 38, 39, 40, 104, LENGTH)
+    with closing(Bound(CpuBackend(3), model, "bfloat16")) as bound:
+        parts = [bound.logits(token_ids, start, end) for start, end in zip((0, *ends), ends, strict=False)]
+    np.testing.assert_array_equal(np.concatenate(parts).view(np.uint32), whole.view(np.uint32))
+
+
+def test_the_second_start_maps_what_the_first_has_packed(model: Path, token_ids: list[int], tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        with closing(Bound(CpuBackend(1), model, "bfloat16")) as bound:
+            found.append(bound.logits(token_ids))
+    np.testing.assert_array_equal(found[0], found[1])
+    assert len(list((tmp_path / "cache" / "weights").glob("*.pdw"))) == 1
+
+
+@pytest.mark.parametrize(("dtype", "block_size", "word"), [("float16", None, "dtype"), ("auto", 16, "block-size 16")])
+def test_what_the_library_cannot_do_is_refused_by_name(
+    model: Path, dtype: str, block_size: int | None, word: str
+) -> None:
+    with closing(CpuBackend(1)) as backend, pytest.raises(ConfigError, match=word):
+        backend.load(str(model), dtype, block_size, ProgressCallback())
+
+
+def test_an_unknown_instruction_set_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="avx2"):
+        CpuBackend(1, isa="sse2")
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
