@@ -2,6 +2,9 @@
 // sets agree.
 #pragma once
 
+#include <algorithm>
+#include <optional>
+
 #include "epilogue.h"
 #include "quantised_panels.h"
 #include "simd.h"
@@ -55,9 +58,36 @@ inline void scale_i8(const uint8_t *panel, float row_scale, I16 low, I16 high, f
 
 #if defined(__AMX_INT8__)
 
-// Sums of up to 32 rows, i32 [32][32]. Rows beyond the last are computed from whatever lies there, and are not used.
-template <bool HAS_SECOND>
-inline void i8_tile(const int8_t *x, size_t stride, const uint8_t *codes, int steps, int32_t *sums) {
+// The rows of one product: scaled, and ended as epilogue.h has it, a few at a time.
+class I8Ending {
+  public:
+    I8Ending(const pdm_linear_args &args, const uint8_t *panel, int index, int row, int num_rows, const int32_t *sums, float *scaled)
+        : panel_(panel), row_scales_(i8_scales(args) + row), sums_(sums), scaled_(scaled), num_rows_(num_rows),
+          ending_(args, index, row, num_rows, scaled) {}
+
+    void some(int count) {
+        for (const int last = std::min(done_ + count, num_rows_); done_ < last; done_++) {
+            const int32_t *const sums = sums_ + done_ * PDM_PANEL;
+            scale_i8(panel_, row_scales_[done_], load_i32(sums), load_i32(sums + HALF_PANEL), scaled_ + done_ * PDM_PANEL);
+        }
+        ending_.some(count);
+    }
+
+  private:
+    const uint8_t *const panel_;
+    const float *const row_scales_;
+    const int32_t *const sums_;
+    float *const scaled_;
+    const int num_rows_;
+    int done_ = 0;
+    Ending ending_;
+};
+
+// Sums of up to 32 rows, i32 [32][32]. Rows beyond the last are computed from whatever lies there, and are not used. Ends the rows
+// multiplied before while tiles multiply.
+template <bool HAS_SECOND, bool FETCHES>
+inline void i8_tile(const int8_t *x, size_t stride, const uint8_t *codes, int steps, int32_t *sums, I8Ending *ending) {
+    const int rows_per_step = (TILE_ROWS + steps - 1) / steps;
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (HAS_SECOND) {
@@ -65,18 +95,22 @@ inline void i8_tile(const int8_t *x, size_t stride, const uint8_t *codes, int st
         _tile_zero(3);
     }
     for (int step = 0; step < steps; step++, x += I8_STEP_INPUTS, codes += I8_STEP_BYTES) {
-        for (size_t line = 0; line < I8_STEP_BYTES; line += 64)
-            _mm_prefetch(reinterpret_cast<const char *>(codes + line + I8_STEP_BYTES), _MM_HINT_T0);
-        _tile_loadd(4, x, int(stride));
+        if constexpr (FETCHES)
+            for (size_t line = 0; line < I8_STEP_BYTES; line += 64)
+                _mm_prefetch(reinterpret_cast<const char *>(codes + line + I8_STEP_BYTES), _MM_HINT_T0);
         _tile_loadd(6, codes, 64);
         _tile_loadd(7, codes + I8_STEP_BYTES / 2, 64);
-        _tile_dpbssd(0, 4, 6);
-        _tile_dpbssd(1, 4, 7);
         if constexpr (HAS_SECOND) {
+            _tile_loadd(4, x, int(stride));
             _tile_loadd(5, x + 16 * stride, int(stride));
             _tile_dpbssd(2, 5, 6);
             _tile_dpbssd(3, 5, 7);
+        } else {
+            _tile_loadd(4, x, int(stride));
         }
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbssd(1, 4, 7);
+        if (ending) ending->some(rows_per_step);
     }
     constexpr int STRIDE = PDM_PANEL * sizeof(int32_t);
     _tile_stored(0, sums, STRIDE);
@@ -87,25 +121,36 @@ inline void i8_tile(const int8_t *x, size_t stride, const uint8_t *codes, int st
     }
 }
 
-inline void i8_panel(const pdm_linear_args &args, const uint8_t *panel, int panel_index, int row_begin, int row_end) {
-    alignas(64) int32_t sums[32 * PDM_PANEL];
-    alignas(64) float y[32 * PDM_PANEL];
+struct I8Scratch {
+    alignas(64) int32_t sums[2][TILE_ROWS * PDM_PANEL];
+    alignas(64) float scaled[2][TILE_ROWS * PDM_PANEL];
+};
+
+inline void linear_i8(const pdm_linear_args &args, int row_begin, int row_end, int panel_begin, int panel_end, void *scratch) {
+    I8Scratch &space = *static_cast<I8Scratch *>(scratch);
     const size_t stride = size_t(padded_inputs(args.weight->num_inputs));
     const int steps = int(stride) / I8_STEP_INPUTS;
-    const float *const scales = i8_scales(args);
-    for (int row = row_begin; row < row_end; row += 32) {
-        const int8_t *const x = i8_codes(args) + size_t(row) * stride;
-        const int count = row_end - row < 32 ? row_end - row : 32;
-        if (count > 16)
-            i8_tile<true>(x, stride, panel + I8_HEADER_BYTES, steps, sums);
-        else
-            i8_tile<false>(x, stride, panel + I8_HEADER_BYTES, steps, sums);
-        for (int r = 0; r < count; r++) {
-            const int32_t *const found = sums + r * PDM_PANEL;
-            scale_i8(panel, scales[row + r], load_i32(found), load_i32(found + HALF_PANEL), y + r * PDM_PANEL);
+    std::optional<I8Ending> ending;
+    unsigned turn = 0;
+    for (int index = panel_begin; index < panel_end; index++) {
+        const uint8_t *const panel = static_cast<const uint8_t *>(args.weight->panels) + size_t(index) * args.weight->panel_bytes;
+        for (int row = row_begin; row < row_end; row += TILE_ROWS, turn ^= 1) {
+            const int8_t *const x = i8_codes(args) + size_t(row) * stride;
+            const uint8_t *const codes = panel + I8_HEADER_BYTES;
+            const int count = std::min(TILE_ROWS, row_end - row);
+            int32_t *const sums = space.sums[turn];
+            I8Ending *const before = ending ? &*ending : nullptr;
+            if (row > row_begin)
+                i8_tile<true, false>(x, stride, codes, steps, sums, before);
+            else if (count > 16)
+                i8_tile<true, true>(x, stride, codes, steps, sums, before);
+            else
+                i8_tile<false, true>(x, stride, codes, steps, sums, before);
+            ending.reset();
+            ending.emplace(args, panel, index, row, count, sums, space.scaled[turn]);
         }
-        finish(args, panel_index, row, count, y);
     }
+    if (ending) ending->some(TILE_ROWS);
 }
 
 #else
@@ -140,20 +185,16 @@ inline void i8_rows(const pdm_linear_args &args, const uint8_t *panel, int panel
     finish(args, panel_index, row, ROWS, y);
 }
 
-inline void i8_panel(const pdm_linear_args &args, const uint8_t *panel, int panel_index, int row_begin, int row_end) {
-    int row = row_begin;
-    for (; row + I8_ROWS <= row_end; row += I8_ROWS) i8_rows<I8_ROWS>(args, panel, panel_index, row);
-    for (; row < row_end; row++) i8_rows<1>(args, panel, panel_index, row);
-}
-
-#endif
-
 inline void linear_i8(const pdm_linear_args &args, int row_begin, int row_end, int panel_begin, int panel_end, void *) {
     for (int index = panel_begin; index < panel_end; index++) {
         const uint8_t *const panel = static_cast<const uint8_t *>(args.weight->panels) + size_t(index) * args.weight->panel_bytes;
-        i8_panel(args, panel, index, row_begin, row_end);
+        int row = row_begin;
+        for (; row + I8_ROWS <= row_end; row += I8_ROWS) i8_rows<I8_ROWS>(args, panel, index, row);
+        for (; row < row_end; row++) i8_rows<1>(args, panel, index, row);
     }
 }
+
+#endif
 
 }  // namespace
 }  // namespace pdm

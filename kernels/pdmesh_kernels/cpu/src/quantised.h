@@ -9,10 +9,14 @@
 namespace pdm {
 namespace {
 
-// Measured: 640 and 4096 cost 10 % and 15 % of a cold pass.
-constexpr int PREFETCH_BYTES = 1536;
+// The nearest cache cannot have enough reads in flight for memory's latency, so lines come to the second one first. Measured, cycles
+// per 32 cold 4-bit weights: 6.3; with the near distance alone 6.6.
+constexpr int NEAR_BYTES = 1024, FAR_BYTES = 2560;
 
-inline void prefetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p + PREFETCH_BYTES), _MM_HINT_T0); }
+inline void prefetch(const uint8_t *p) {
+    _mm_prefetch(reinterpret_cast<const char *>(p + NEAR_BYTES), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char *>(p + FAR_BYTES), _MM_HINT_T1);
+}
 
 // One value of each kind for eight outputs, twice each, as the codes of a pair of inputs lie: [half][outputs 0-7, 8-15].
 struct StepScales {
