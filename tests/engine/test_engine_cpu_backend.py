@@ -38,7 +38,7 @@ KINDS = ("llama", "qwen3", "gemma3")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdmesh.models.cpu_weights.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr("pdmesh_kernels.cpu.weight_folder.cache_folder", lambda: tmp_path / "cache")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -133,7 +133,7 @@ def test_the_second_start_maps_what_the_first_has_packed(model: Path, token_ids:
         with closing(Bound(CpuBackend(1), model, "bfloat16")) as bound:
             found.append(bound.logits(token_ids))
     np.testing.assert_array_equal(found[0], found[1])
-    assert len(list((tmp_path / "cache" / "weights").glob("*.pdw"))) == 1
+    assert len(list((tmp_path / "cache" / "weights").glob("*.weights"))) == 1
 
 
 @pytest.mark.parametrize(("dtype", "block_size", "word"), [("float16", None, "dtype"), ("auto", 16, "block-size 16")])

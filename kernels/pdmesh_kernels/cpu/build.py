@@ -29,6 +29,7 @@ ISA_FLAGS = {
     "kernels_amx": (*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 """Translation unit -> the flags that the others must not have."""
+PACKING_SOURCES = ("kernels.h", "pack.cpp", "pack_quantised.cpp", "quantised_panels.h", "half.h")
 COMPILE_TIMEOUT_S = 300
 
 
@@ -49,6 +50,14 @@ def source_digest() -> str:
     digest = hashlib.sha256(repr((COMMON_FLAGS, sorted(ISA_FLAGS.items()))).encode())
     for path in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def packing_digest() -> str:
+    """Name how weights lie in panels."""
+    digest = hashlib.sha256()
+    for name in PACKING_SOURCES:
+        digest.update((SOURCES / name).read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -75,7 +84,7 @@ def platform_tag() -> str:
 
 
 def build(target: Path, extra_flags: tuple[str, ...] = ()) -> None:
-    """Compile and link the library to `target`, which appears whole or not at all. Raises BuildError. Takes some 15 s of CPU."""
+    """Compile and link the library to `target`, which appears whole or not at all; half a minute of CPU. Raises BuildError."""
     if not is_supported():
         raise BuildError(f"the CPU library is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
     cxx = compiler()

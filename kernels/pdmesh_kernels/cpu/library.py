@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh_kernels.cpu.abi import ABI_VERSION, FUNCTIONS, Isa
-from pdmesh_kernels.cpu.build import LIBRARY, SOURCES, BuildError, build, source_digest
+from pdmesh_kernels.cpu.build import LIBRARY, SOURCES, BuildError, build, packing_digest, source_digest
 
 PACKAGED = Path(__file__).resolve().parent / LIBRARY
 
@@ -37,6 +37,14 @@ class Library:
     def isas(self) -> list[Isa]:
         """What this processor can run, the fastest first."""
         return [isa for isa in sorted(Isa, reverse=True) if self.functions.pdm_isa_supported(isa)]
+
+    @property
+    def packing(self) -> str:
+        """Names how it lays out weights: what was packed under another name is of no use to it."""
+        if SOURCES.is_dir():
+            return packing_digest()
+        digest: bytes = self.functions.pdm_source_digest()
+        return digest.decode()
 
     def call(self, name: str, *arguments: Any) -> int:
         """Call a function that returns a number of at least 0; raises LibraryError with its own words otherwise."""
@@ -70,7 +78,7 @@ class Pool:
 
 @functools.cache
 def load() -> Library:
-    """Return the library; the first call may build it (some 15 s). Raises LibraryError that says why there is none."""
+    """Return the library; the first call may build it (half a minute of CPU). Raises LibraryError that says why there is none."""
     packaged_error = "it is not in the package"
     if PACKAGED.exists():
         try:

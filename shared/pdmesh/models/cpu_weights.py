@@ -13,9 +13,10 @@ from pdmesh.models.weight_formats import FormatChoice, Quantization, choose_form
 from pdmesh.models.weight_plan import Gain, Projection, WeightPlan, plan_weights
 from pdmesh.models.weights import WeightReader, check_shapes
 from pdmesh_kernels.cpu.abi import ABI_VERSION, Format
-from pdmesh_kernels.cpu.library import Library, cache_folder
+from pdmesh_kernels.cpu.library import Library
 from pdmesh_kernels.cpu.packing import PackedWeight, packed_bytes
 from pdmesh_kernels.cpu.weight_file import Entry, EntryMeta, WeightFile, create_weight_file, open_weight_file
+from pdmesh_kernels.cpu.weight_folder import weight_path
 
 FLOAT_BYTES = 4
 
@@ -50,8 +51,8 @@ def load_cpu_weights(
         for each in plan.projections()
     }
     formats = "-".join(sorted({choice.format.name.lower() for choice in choices.values()}))
-    key = f"{fingerprint}-{formats}-{quantization.value}-{ABI_VERSION}"
-    path = cache_folder() / "weights" / f"{key}.pdw"
+    key = f"{fingerprint}-{formats}-{quantization.value}-{ABI_VERSION}-{library.packing}"
+    path = weight_path(key)
     file = open_weight_file(path, key)
     if file is None:
         entries = _entries(library, plan, choices)
