@@ -103,7 +103,7 @@ def test_missing_keys_are_named(llama: Path) -> None:
             {"architectures": ["MambaForCausalLM"]},
             "MambaForCausalLM is not supported; supported: Gemma2ForCausalLM, Gemma3",
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantisation 'gptq' is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantisation 'fp8' is not supported"),
         (
             {"rope_scaling": {"rope_type": "longrope"}},
             "rope type 'longrope' is not supported; supported: default, linear",
