@@ -36,7 +36,9 @@ class PoisoningBackend(TorchBackend):
     def forward(self, batch: StepBatch) -> torch.Tensor:
         if self.core is not None:
             blocks = self.core.scheduler.state.kv._pool
-            free = [block for block in range(blocks.num_blocks) if blocks.is_free(block)]
+            # The next step, planned while this one runs, may have given up blocks that this one still reads.
+            in_use = {int(block) for table in batch.block_tables for block in table.ravel()}
+            free = [block for block in range(blocks.num_blocks) if blocks.is_free(block) and block not in in_use]
             self.core.pool.blocks[free] = 0xFF
         return super().forward(batch)
 
