@@ -196,6 +196,6 @@ def test_progress_rises_to_one_and_repeats_nothing(tmp_path: Path) -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ConfigError, match="backend: 'tpu' is unknown; use one of auto, torch"):
+    with pytest.raises(ConfigError, match="backend: 'tpu' is unknown; use one of auto, cpu, torch"):
         make_backend("tpu", 1)
     assert make_backend("auto", 1).name == "torch"
