@@ -38,7 +38,9 @@ class CoreChannel:
         return self._incoming.num_dropped
 
     def send(self, message: ToCore) -> None:
-        """Hand a message over; never blocks. Without a core at the other end it goes nowhere."""
+        """Hand a message over; never blocks. Without a core at the other end, or after `close`, it goes nowhere."""
+        if self._to_core.closed:
+            return
         with contextlib.suppress(zmq.Again):
             self._to_core.send(encode(message), zmq.NOBLOCK)
 
@@ -73,7 +75,7 @@ class CoreChannel:
             self._event.set()
 
     def _has_message(self) -> bool:
-        return bool(int(self._from_core.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return not self._from_core.closed and bool(int(self._from_core.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _bind(self, kind: int, *, high_water_mark: int) -> "zmq.Socket[bytes]":
         bound = self._context.socket(kind)
