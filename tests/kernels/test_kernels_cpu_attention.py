@@ -7,25 +7,12 @@ import pytest
 import torch
 
 from pdmesh_kernels.cpu.abi import Isa
-from pdmesh_kernels.cpu.library import Library, LibraryError, load
+from pdmesh_kernels.cpu.library import Library, LibraryError
 from support.cpu_attention import Step, make_layout, make_step
 
 TOLERANCES = {"float32": 2e-6, "bfloat16": 6e-3, "int8": 6e-3}
 """Of the error's norm, relative to the answer's. int8 is compared with what its codes stand for."""
 MIXED = ((1, 0), (1, 511), (40, 0), (1, 255), (33, 230), (1, 700), (5, 256), (1, 31))
-
-
-@pytest.fixture(scope="module")
-def library() -> Library:
-    return load()
-
-
-@pytest.fixture(params=list(Isa), ids=lambda isa: isa.name)
-def isa(request: pytest.FixtureRequest, library: Library) -> Isa:
-    if request.param not in library.isas:
-        pytest.skip("this processor does not have it")
-    chosen: Isa = request.param
-    return chosen
 
 
 def assert_is_right(found: torch.Tensor, step: Step) -> None:

@@ -8,24 +8,11 @@ import torch
 
 from pdmesh_kernels.cpu.abi import Isa
 from pdmesh_kernels.cpu.kv_layout import ITEM_DTYPES, KVItems
-from pdmesh_kernels.cpu.library import Library, load
+from pdmesh_kernels.cpu.library import Library
 from support.cpu_attention import LAYER, Step, make_layout, make_step, quantized, run_heads, stored_items
 
 ITEM_TYPES = tuple(ITEM_DTYPES)
 SEQUENCES = ((1, 0), (70, 0), (1, 32), (1, 40), (9, 30), (1, 63))
-
-
-@pytest.fixture(scope="module")
-def library() -> Library:
-    return load()
-
-
-@pytest.fixture(params=list(Isa), ids=lambda isa: isa.name)
-def isa(request: pytest.FixtureRequest, library: Library) -> Isa:
-    if request.param not in library.isas:
-        pytest.skip("this processor does not have it")
-    chosen: Isa = request.param
-    return chosen
 
 
 def empty_step(item_type: str, head_dim: int = 64, block_size: int = 32, group_size: int = 3) -> Step:

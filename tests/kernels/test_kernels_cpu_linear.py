@@ -7,7 +7,7 @@ import torch
 
 from pdmesh_kernels.checks import KernelArgumentError
 from pdmesh_kernels.cpu.abi import Epilogue, Format, Isa
-from pdmesh_kernels.cpu.library import Library, Pool, load
+from pdmesh_kernels.cpu.library import Library, Pool
 from pdmesh_kernels.cpu.packing import pack_values, unpack_row
 from pdmesh_kernels.linear import Gate, LinearRuntime, linear, linear_reference
 from pdmesh_kernels.linear.cpu import PanelLogits, logits_cpu, run
@@ -28,17 +28,10 @@ SIZES = [
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
-@pytest.fixture(scope="module")
-def library() -> Library:
-    return load()
-
-
-@pytest.fixture(params=list(Isa), ids=lambda isa: isa.name)
-def runtime(request: pytest.FixtureRequest, library: Library) -> Iterator[LinearRuntime]:
-    if request.param not in library.isas:
-        pytest.skip("this processor does not have it")
+@pytest.fixture
+def runtime(isa: Isa, library: Library) -> Iterator[LinearRuntime]:
     pool = Pool(library, 1)
-    yield LinearRuntime(library, pool, request.param)
+    yield LinearRuntime(library, pool, isa)
     pool.close()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdmesh_kernels.cpu.abi import Format, Isa
-from pdmesh_kernels.cpu.library import Library, LibraryError, Pool, load
+from pdmesh_kernels.cpu.library import Library, LibraryError, Pool
 from support.cpu_decoder import BLOCK, NUM_BLOCKS, VOCABULARY, WINDOWS, Chunk, Decoder, Weights
 
 FORMATS = [Format.F32, Format.BF16]
@@ -16,11 +16,6 @@ FORMATS = [Format.F32, Format.BF16]
 TOLERANCE = {Format.F32: 1e-5, Format.BF16: 8e-3}
 LENGTHS = (3, 70, 300)
 THREADS = (1, 2, 3, 5)
-
-
-@pytest.fixture(scope="module")
-def library() -> Library:
-    return load()
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +27,6 @@ def weights() -> Weights:
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(params=list(Isa), ids=lambda isa: isa.name)
-def isa(request: pytest.FixtureRequest, library: Library) -> Isa:
-    if request.param not in library.isas:
-        pytest.skip("this processor does not have it")
-    return Isa(request.param)
 
 
 @pytest.fixture

@@ -8,26 +8,13 @@ import torch
 from numpy.typing import NDArray
 
 from pdmesh_kernels.cpu.abi import DType, Epilogue, Format, Isa, LinearArgs
-from pdmesh_kernels.cpu.library import Library, LibraryError, Pool, load
+from pdmesh_kernels.cpu.library import Library, LibraryError, Pool
 from pdmesh_kernels.cpu.packing import PackedWeight, pack_codes, pack_values, unpack_row
 
 GROUPED = (Format.Q4, Format.Q4_WIDE, Format.Q8)
 # Outputs, inputs, group: ends inside panels, steps and groups.
 SHAPES = ((1, 32, 32), (65, 96, 32), (40, 320, 128), (33, 40, 64))
 NUM_ROWS = (1, 3, 16, 17, 33, 300)
-
-
-@pytest.fixture(scope="module")
-def library() -> Library:
-    return load()
-
-
-@pytest.fixture(params=list(Isa), ids=lambda isa: isa.name)
-def isa(request: pytest.FixtureRequest, library: Library) -> Isa:
-    if request.param not in library.isas:
-        pytest.skip("this processor does not have it")
-    chosen: Isa = request.param
-    return chosen
 
 
 def linear(
