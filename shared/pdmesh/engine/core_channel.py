@@ -75,7 +75,7 @@ class CoreChannel:
             self._event.set()
 
     def _has_message(self) -> bool:
-        return not self._from_core.closed and bool(int(self._from_core.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(int(self._from_core.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _bind(self, kind: int, *, high_water_mark: int) -> "zmq.Socket[bytes]":
         bound = self._context.socket(kind)
