@@ -122,6 +122,13 @@ def pack_codes(
     return PackedWeight(format, num_outputs, num_inputs, group, is_gated, panels)
 
 
+def aligned_bytes(num_bytes: int) -> NDArray[np.uint8]:
+    """Return memory of this size that begins where the library wants weights and KV pools to; it holds anything."""
+    memory = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes]
+
+
 def unpack_row(library: Library, weight: PackedWeight, row: int) -> NDArray[np.float32]:
     """Return one row as products use it: rounded to bfloat16 where they are."""
     values = np.empty(weight.num_inputs, dtype=np.float32)
@@ -143,6 +150,4 @@ def _panels(
         if target.shape != (num_bytes,) or target.ctypes.data % ALIGNMENT:
             raise ValueError(f"target must be {num_bytes} bytes at a multiple of {ALIGNMENT}, is {target.shape}")
         return target
-    memory = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + num_bytes]
+    return aligned_bytes(num_bytes)

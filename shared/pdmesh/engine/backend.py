@@ -4,6 +4,7 @@ The core knows nothing about tensors' devices: it builds a `StepBatch` of plain 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,3 +116,16 @@ class ProgressCallback:
 
     def __call__(self, stage: str, fraction: float) -> None:
         """The default reports nothing."""
+
+    def of_weights(self) -> Callable[[float], None]:
+        """Return what to tell the fraction of the weights that was read: it passes on every whole percent, once."""
+        reported = -1
+
+        def report(fraction: float) -> None:
+            nonlocal reported
+            percent = int(fraction * 100)
+            if percent > reported:
+                reported = percent
+                self("weights", percent / 100)
+
+        return report

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from pdmesh.models.loading import open_checkpoint
 from pdmesh.models.model_config import ModelConfig
 from pdmesh.models.weight_formats import Quantization
 from pdmesh_kernels.cpu.library import Library, LibraryError, Pool, choose_isa, load
+from pdmesh_kernels.cpu.packing import aligned_bytes
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class CpuBackend(Backend):
             self._pool = Pool(self._library, cpu_threads or usable_cores())
         except LibraryError as exc:
             raise ConfigError(f"backend: the CPU library cannot be used: {exc}") from exc
-        # Only loading uses torch: its threads would spin beside ours.
+        # Only loading uses torch, before any step runs.
         torch.set_num_threads(self._pool.num_threads)
         self._quantization = Quantization(quantization)
         self._config: ModelConfig | None = None
@@ -77,7 +77,7 @@ class CpuBackend(Backend):
                 torch.float32 if dtype_name == "float32" else torch.bfloat16,
                 self._quantization,
                 fingerprint,
-                _reporter(progress),
+                progress.of_weights(),
             )
         self._config = config
         self._layouts = plan_layouts(config, dtype_name, size, CPU_PACKING)
@@ -106,7 +106,7 @@ class CpuBackend(Backend):
     def profile(self, max_num_tokens: int, max_num_seqs: int) -> int:
         assert self._config is not None, "profile before load"
         # The library says it exactly, once it has a program; one over a single block is made for that.
-        block = _aligned(self._layouts[0].block_bytes).reshape(1, -1)
+        block = aligned_bytes(self._layouts[0].block_bytes).reshape(1, -1)
         program = self._make_program(block)
         try:
             logits_bytes = max_num_seqs * self._config.vocab_size * BYTES_PER_LOGIT
@@ -144,23 +144,3 @@ class CpuBackend(Backend):
         assert self._config is not None
         assert self._weights is not None
         return CpuProgram(self._library, self._isa, self._config, self._weights, self._layouts, blocks)
-
-
-def _aligned(num_bytes: int) -> NDArray[np.uint8]:
-    memory = np.zeros(num_bytes + 64, dtype=np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + num_bytes]
-
-
-def _reporter(progress: ProgressCallback) -> Callable[[float], None]:
-    """Pass on every whole percent, once."""
-    reported = -1
-
-    def report(fraction: float) -> None:
-        nonlocal reported
-        percent = int(fraction * 100)
-        if percent > reported:
-            reported = percent
-            progress("weights", percent / 100)
-
-    return report

@@ -1,7 +1,6 @@
 """Plain PyTorch on CPU: the backend that every other one must agree with."""
 
 import logging
-from collections.abc import Callable
 
 import torch
 
@@ -41,7 +40,7 @@ class TorchBackend(Backend):
     def load(self, model: str, dtype: str, block_size: int | None, progress: ProgressCallback) -> ModelInfo:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-        loaded = load_model(model, DTYPES[dtype], _reporter(progress))
+        loaded = load_model(model, DTYPES[dtype], progress.of_weights())
         config = loaded.model.config
         dtype_name = str(DTYPES[dtype]).removeprefix("torch.")
         self._model = loaded.model
@@ -99,17 +98,3 @@ class TorchBackend(Backend):
 
     def close(self) -> None:
         self._kv_BLJKSD = self._model = None
-
-
-def _reporter(progress: ProgressCallback) -> Callable[[float], None]:
-    """Pass on every whole percent, once."""
-    reported = -1
-
-    def report(fraction: float) -> None:
-        nonlocal reported
-        percent = int(fraction * 100)
-        if percent > reported:
-            reported = percent
-            progress("weights", percent / 100)
-
-    return report
