@@ -100,7 +100,7 @@ class CpuProgram:
         self, layouts: tuple[KVLayout, ...], blocks: NDArray[np.uint8], places: dict[int, tuple[int, int]]
     ) -> None:
         config, dtype, plan = self._config, self._dtype, self._weights.plan
-        padded = -(-config.head_dim // 32) * 32
+        padded = layouts[0].cpu_layout().padded_dim
         x, normed = self._buffer(DType.F32, config.hidden_size), self._buffer(dtype, config.hidden_size)
         qkv = self._buffer(dtype, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         queries = self._buffer(dtype, config.num_heads * padded)
@@ -176,12 +176,12 @@ class CpuProgram:
         return args
 
     def _kv(self, layout: KVLayout, blocks: NDArray[np.uint8], place: int) -> Any:
-        head_bytes: int = self._library.functions.pdm_kv_head_bytes(self._dtype, layout.block_size, layout.head_dim)
+        packed = layout.cpu_layout()
         kv = KV(
             blocks=blocks.ctypes.data,
             block_bytes=blocks.shape[1],
-            layer_offset=place * layout.num_kv_heads * head_bytes,
-            head_bytes=head_bytes,
+            layer_offset=place * packed.layer_bytes,
+            head_bytes=packed.head_bytes,
             num_blocks=blocks.shape[0],
             block_size=layout.block_size,
             num_kv_heads=layout.num_kv_heads,

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from pdmesh.engine.backend import KVGroupSpec
 from pdmesh.models.group_plan import plan_groups
 from pdmesh.models.model_config import ModelConfig
+from pdmesh_kernels.cpu.kv_layout import PackedLayout
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PACKING = "layer,kv_head,kv,token,head_dim/2"
 """Order of a block's dimensions, and the version of everything that this page does not say."""
 CPU_PACKING = "cpu library 1"
-"""The CPU library's own order: `pdm_kv` in its interface. Heads are padded to a multiple of 32 numbers."""
+"""The CPU library's own order: `PackedLayout`, `pdm_kv` in its interface."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,19 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        head_dim = -(-self.head_dim // 32) * 32 if self.packing == CPU_PACKING else self.head_dim
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * head_dim * ITEM_BYTES[self.dtype]
+        if self.packing == CPU_PACKING:
+            return self.cpu_layout().block_bytes
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * ITEM_BYTES[self.dtype]
+
+    def cpu_layout(self) -> PackedLayout:
+        """Return the inside of a block in CPU_PACKING. Raises ValueError for what the CPU library cannot hold."""
+        return PackedLayout(
+            item_type="float32" if self.dtype == "float32" else "bfloat16",
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            block_size=self.block_size,
+            head_dim=self.head_dim,
+        )
 
     @property
     def fingerprint(self) -> str:
