@@ -34,8 +34,8 @@ struct Kernels {
     void (*quantize_rows)(const pdm_linear_args &args, int row_begin, int row_end);
     void (*norm)(const pdm_norm_args &args, int row_begin, int row_end, void *scratch);
     void (*embed)(const pdm_embed_args &args, int row_begin, int row_end);
-    // Head norms, rotary, queries out, keys and values into the pool, for tokens [token_begin, token_end); a token at slot 0
-    // of a block first zeroes that block's part of its layer. block_of_token: [T] block ids.
+    // Head norms, rotary, queries out, keys and values into the pool, for tokens [token_begin, token_end). A
+    // sequence's last token zeroes the slots behind it where the step began its block. block_of_token: [T] block ids.
     void (*heads)(const pdm_heads_args &args, const pdm_batch &batch, const int32_t *block_of_token, int token_begin, int token_end);
     void (*attend)(const pdm_attention_args &args, const pdm_batch &batch, const AttentionTask &task, void *scratch);
     // Merges partials of [split_begin, split_end) in order and writes the tile's output.

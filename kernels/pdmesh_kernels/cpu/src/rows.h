@@ -19,7 +19,7 @@ float mean_of(int width, Load lanes) {
     return sum(total) / float(width);
 }
 
-// Rows of another type or that end inside a vector are normed in a copy.
+// x, y, gain and bias may be read up to the next multiple of 16: they lie in padded memory.
 inline void norm_row(const pdm_norm_args &args, const float *x, float *y) {
     const int width = args.width;
     float mean = 0.0f;
@@ -37,7 +37,7 @@ inline void norm_row(const pdm_norm_args &args, const float *x, float *y) {
     }
 }
 
-// x, y and the gains may be read up to the next multiple of 16: they lie in padded memory.
+// Rows are normed in a copy, since they may have another type, or end inside a vector.
 void norm(const pdm_norm_args &args, int row_begin, int row_end, void *scratch) {
     const int width = args.width, padded = round_up(width, 16);
     float *const x = static_cast<float *>(scratch), *const y = x + padded;

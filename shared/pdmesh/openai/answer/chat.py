@@ -36,10 +36,10 @@ class _Choice:
 
 
 class ChatAnswer(Answer):
-    chunk_type = ChatChunk
-    empty_text = b'"content":""'
     """`role` is who speaks; `opening` is text that every choice begins with (an echoed last message)."""
 
+    chunk_type = ChatChunk
+    empty_text = b'"content":""'
     body: ChatBody
 
     def __init__(
