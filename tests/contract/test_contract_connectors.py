@@ -24,6 +24,7 @@ from pdmesh.connector.shm_socket import fetch_pool
 from pdmesh.errors import HandshakeRefused
 from pdmesh.security import MeshSecret
 from support.pool_node import SECRET, Node, make_pool, pool_node, wait_for, word_of
+from support.shm_files import files_of_nobody_else
 
 CONNECTORS = ["shm", "nixl", "grpc"]
 SHAPE = PoolShape(num_blocks=96, block_bytes=64 << 10)
@@ -339,7 +340,7 @@ def test_closing_ends_all_and_leaves_nothing(name: str, shared_node: Node) -> No
 def test_a_killed_consumer_leaves_nothing_and_the_owner_serves_on(
     name: str, shared_node: Node, attached: Consumer
 ) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = files_of_nobody_else()
     pool = shared_node.pool_for(name)
     peer = {each: getattr(pool, each) for each in ("peer_id", "num_blocks", "block_bytes")}
     with ExitStack() as stack:
@@ -359,7 +360,7 @@ def test_a_killed_consumer_leaves_nothing_and_the_owner_serves_on(
         gone, alive = psutil.wait_procs(family, timeout=5)
         assert alive == []
         assert len(gone) == (1 if name == "nixl" else 0)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert files_of_nobody_else() <= before
     attached.pull(shared_node, [7], [8])
     assert attached.result().reason == ""
 
@@ -378,7 +379,7 @@ class _Traces:
     def taken(cls) -> "_Traces":
         return cls(
             threads=frozenset(thread.name for thread in threading.enumerate()),
-            files=frozenset(os.listdir("/dev/shm")),
+            files=files_of_nobody_else(),
             num_fds=len(os.listdir("/proc/self/fd")),
             num_pools=Path("/proc/self/maps").read_text().count("memfd:pdmesh"),
             num_children=len(psutil.Process().children()),

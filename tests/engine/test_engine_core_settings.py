@@ -14,6 +14,7 @@ from pdmesh.engine.backend import KVGroupSpec, ModelInfo
 from pdmesh.engine.core_client import CoreClient
 from pdmesh.engine.messages import CoreReady, StepOutput
 from pdmesh.engine.sizing import MAX_AUTOMATIC_POOL_BYTES, Sizes
+from pdmesh.engine.torch_backend import TorchBackend
 from pdmesh.errors import ConfigError
 from pdmesh.protocol.messages import ChoiceDelta
 from support.core_harness import make_add
@@ -115,4 +116,4 @@ def test_rows_that_cannot_be_had_are_told_with_what_there_is(monkeypatch: pytest
         r"max-num-seqs 60000: .* rows of 64 tokens \(max-model-len\): Unable to allocate 9 GiB; \d+ bytes are available"
     )
     with pytest.raises(ConfigError, match=told):
-        core_process._executor(config, None, info, Sizes(num_blocks=4, max_model_len=64), [])  # type: ignore[arg-type]
+        core_process._executor(config, TorchBackend(1), info, Sizes(num_blocks=4, max_model_len=64), [])
