@@ -22,8 +22,9 @@ from pdmesh.engine.cpu_backend import CpuBackend
 from pdmesh.engine.step_logits import on_host
 from pdmesh.engine.torch_backend import TorchBackend
 from pdmesh.errors import ConfigError
+from pdmesh.models.kv_cache_dtype import KVCacheDtype
 
-VOCABULARY, LENGTH, NUM_BLOCKS = 160, 150, 32
+VOCABULARY, LENGTH, NUM_BLOCKS = 160, 150, 64
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
@@ -34,6 +35,7 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 KINDS = ("llama", "qwen3", "gemma3")
+INT8_KV = KVCacheDtype.INT8_PER_TOKEN_HEAD
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class Bound:
-    """A backend with a pool, and one sequence whose blocks are in no order."""
+    """A backend with a pool, and sequences whose blocks are in no order."""
 
     def __init__(self, backend: Backend, model: Path, dtype: str) -> None:
         self.backend = backend
@@ -76,15 +78,22 @@ class Bound:
 
     def logits(self, token_ids: list[int], start: int = 0, end: int = LENGTH) -> np.ndarray:
         """Compute tokens [start, end) behind what is there; return the logits of each."""
-        count, width = end - start, -(-len(token_ids) // 32)
-        tables = self._blocks[: width * len(self.info.groups)].reshape(-1, 1, width)
+        return self.step([(0, token_ids, start, end)])
+
+    def step(self, rows: list[tuple[int, list[int], int, int]]) -> np.ndarray:
+        """The same for several: (number of the sequence, its tokens, start, end)."""
+        ends = np.cumsum([end - start for _, _, start, end in rows])
+        width, num_groups = -(-LENGTH // 32), len(self.info.groups)
+        of_sequence = self._blocks[: NUM_BLOCKS // (width * num_groups) * width * num_groups].reshape(
+            -1, num_groups, width
+        )
         batch = StepBatch(
-            token_ids=np.array(token_ids[start:end], dtype=np.int64),
-            positions=np.arange(start, end, dtype=np.int64),
-            query_start=np.array([0, count], dtype=np.int64),
-            context_len=np.array([start], dtype=np.int64),
-            block_tables=list(tables),
-            logits_index=np.arange(count, dtype=np.int64),
+            token_ids=np.concatenate([np.array(ids[start:end], dtype=np.int64) for _, ids, start, end in rows]),
+            positions=np.concatenate([np.arange(start, end, dtype=np.int64) for _, _, start, end in rows]),
+            query_start=np.array([0, *ends], dtype=np.int64),
+            context_len=np.array([start for _, _, start, _ in rows], dtype=np.int64),
+            block_tables=[of_sequence[[row[0] for row in rows], group] for group in range(num_groups)],
+            logits_index=np.arange(ends[-1], dtype=np.int64),
         )
         found = on_host(self.backend.forward(batch))
         if found.best_ids is not None:
@@ -118,13 +127,65 @@ def test_bfloat16_is_close_to_float32(model: Path, token_ids: list[int]) -> None
     assert 0 < error < 0.05
 
 
-def test_chunks_and_threads_change_no_bit_in_bfloat16(model: Path, token_ids: list[int]) -> None:
-    with closing(Bound(CpuBackend(1), model, "bfloat16")) as bound:
+@pytest.mark.parametrize("kv_cache_dtype", KVCacheDtype)
+def test_chunks_batches_and_threads_change_no_bit_in_bfloat16(
+    model: Path, token_ids: list[int], kv_cache_dtype: KVCacheDtype
+) -> None:
+    with closing(Bound(CpuBackend(1, kv_cache_dtype=kv_cache_dtype), model, "bfloat16")) as bound:
         whole = bound.logits(token_ids)
     ends = (1, 38, 39, 40, 104, LENGTH)
-    with closing(Bound(CpuBackend(3), model, "bfloat16")) as bound:
-        parts = [bound.logits(token_ids, start, end) for start, end in zip((0, *ends), ends, strict=False)]
+    with closing(Bound(CpuBackend(3, kv_cache_dtype=kv_cache_dtype), model, "bfloat16")) as bound:
+        # Beside it, another sequence goes on by steps of another length.
+        other, parts = token_ids[::-1], []
+        for number, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+            beside = (1, other, 11 * number, 11 * (number + 1))
+            parts.append(bound.step([beside, (0, token_ids, start, end)])[11:])
     np.testing.assert_array_equal(np.concatenate(parts).view(np.uint32), whole.view(np.uint32))
+
+
+def test_int8_kv_is_close_to_bfloat16(model: Path, token_ids: list[int]) -> None:
+    found = []
+    for kv_cache_dtype in KVCacheDtype:
+        with closing(Bound(CpuBackend(1, kv_cache_dtype=kv_cache_dtype), model, "bfloat16")) as bound:
+            found.append(bound.logits(token_ids))
+    error = np.linalg.norm(found[1] - found[0]) / np.linalg.norm(found[0])
+    assert 0 < error < 0.03
+
+
+def test_int8_kv_generates_from_what_it_has_written(model: Path, token_ids: list[int]) -> None:
+    prompt, generated = token_ids[:40], []
+    with closing(Bound(CpuBackend(2, kv_cache_dtype=INT8_KV), model, "bfloat16")) as bound:
+        logits = bound.logits(prompt, 0, len(prompt))[-1]
+        for position in range(len(prompt), LENGTH):
+            generated.append(int(logits.argmax()))
+            logits = bound.logits(prompt + generated, position, position + 1)[0]
+    with closing(Bound(CpuBackend(1, kv_cache_dtype=INT8_KV), model, "bfloat16")) as bound:
+        whole = bound.logits(prompt + generated)
+    assert whole[len(prompt) - 1 : -1].argmax(axis=1).tolist() == generated
+
+
+def test_int8_kv_has_names_of_its_own_and_half_the_bytes(model: Path, tmp_path: Path) -> None:
+    infos = []
+    for kv_cache_dtype in KVCacheDtype:
+        with closing(CpuBackend(1, kv_cache_dtype=kv_cache_dtype)) as backend:
+            infos.append(backend.load(str(model), "bfloat16", None, ProgressCallback()))
+    wide, narrow = infos
+    assert wide.fingerprint != narrow.fingerprint
+    assert wide.dtype == narrow.dtype == "bfloat16"
+    for before, after in zip(wide.groups, narrow.groups, strict=True):
+        assert before.fingerprint != after.fingerprint
+        # 32 items in a head, padded; beside them four bytes of scale.
+        assert after.block_bytes * 2 * 32 == before.block_bytes * (32 + 4)
+    # The weights are the same, and are packed once.
+    assert len(list((tmp_path / "cache" / "weights").glob("*.weights"))) == 1
+
+
+def test_int8_kv_is_refused_beside_float32(model: Path) -> None:
+    with (
+        closing(CpuBackend(1, kv_cache_dtype=INT8_KV)) as backend,
+        pytest.raises(ConfigError, match="kv-cache-dtype: int8_per_token_head needs --dtype bfloat16"),
+    ):
+        backend.load(str(model), "float32", None, ProgressCallback())
 
 
 def test_the_second_start_maps_what_the_first_has_packed(model: Path, token_ids: list[int], tmp_path: Path) -> None:

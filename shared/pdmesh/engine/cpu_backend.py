@@ -14,7 +14,8 @@ from pdmesh.engine.step_logits import StepLogits
 from pdmesh.errors import ConfigError
 from pdmesh.models.cpu_program import CpuProgram
 from pdmesh.models.cpu_weights import CpuWeights, load_cpu_weights
-from pdmesh.models.fingerprint import model_fingerprint
+from pdmesh.models.fingerprint import model_fingerprint, with_kv_cache
+from pdmesh.models.kv_cache_dtype import KVCacheDtype
 from pdmesh.models.kv_layout import CPU_PACKING, KVLayout, plan_layouts
 from pdmesh.models.loading import open_checkpoint
 from pdmesh.models.model_config import ModelConfig
@@ -34,7 +35,13 @@ class CpuBackend(Backend):
     row_invariant = True
     default_block_size = 32
 
-    def __init__(self, cpu_threads: int, isa: str = "auto", quantization: str = "none") -> None:
+    def __init__(
+        self,
+        cpu_threads: int,
+        isa: str = "auto",
+        quantization: str = "none",
+        kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
+    ) -> None:
         """Raises ConfigError where there is no library, or not this instruction set."""
         try:
             self._library: Library = load()
@@ -45,6 +52,7 @@ class CpuBackend(Backend):
         # Only loading uses torch, before any step runs.
         torch.set_num_threads(self._pool.num_threads)
         self._quantization = Quantization(quantization)
+        self._kv_cache_dtype = kv_cache_dtype
         self._config: ModelConfig | None = None
         self._weights: CpuWeights | None = None
         self._layouts: tuple[KVLayout, ...] = ()
@@ -56,6 +64,8 @@ class CpuBackend(Backend):
             raise ConfigError(
                 f"dtype: {dtype!r} is not for the CPU library; use bfloat16 or float32, or --backend torch"
             )
+        if DTYPES[dtype] == "float32" and self._kv_cache_dtype is not KVCacheDtype.AUTO:
+            raise ConfigError(f"kv-cache-dtype: {self._kv_cache_dtype.value} needs --dtype bfloat16, not float32")
         size = block_size or self.default_block_size
         if size % 32:
             raise ConfigError(f"block-size {size}: the CPU library needs a multiple of 32; or use --backend torch")
@@ -80,19 +90,20 @@ class CpuBackend(Backend):
                 progress.of_weights(),
             )
         self._config = config
-        self._layouts = plan_layouts(config, dtype_name, size, CPU_PACKING)
+        self._layouts = plan_layouts(config, self._kv_cache_dtype.item_dtype(dtype_name), size, CPU_PACKING)
         log.info(
-            "loaded %s: %s, %s, %d KV groups, %s, %d threads, %.2f s",
+            "loaded %s: %s, %s, %d KV groups in %s, %s, %d threads, %.2f s",
             model,
             config.architecture,
             numbers,
             len(self._layouts),
+            self._layouts[0].dtype,
             self._isa.name.lower(),
             self._pool.num_threads,
             time.monotonic() - started,
         )
         return ModelInfo(
-            fingerprint=fingerprint,
+            fingerprint=with_kv_cache(fingerprint, self._kv_cache_dtype),
             groups=tuple(layout.spec() for layout in self._layouts),
             max_model_len=config.max_positions,
             vocab_size=config.vocab_size,

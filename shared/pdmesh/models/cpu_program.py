@@ -31,7 +31,7 @@ from pdmesh_kernels.cpu.library import Library, LibraryError, Pool
 from pdmesh_kernels.rotary import RotarySpec, inverse_frequencies
 
 GATES = {Activation.SILU: Epilogue.SILU_MUL, Activation.GELU_TANH: Epilogue.GELU_MUL}
-KV_DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16}
+KV_DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "int8": DType.I8}
 
 
 class CpuProgram:
@@ -48,7 +48,9 @@ class CpuProgram:
     ) -> None:
         """`blocks` is the KV pool [num_blocks, block_bytes], 64-byte aligned."""
         self._library, self._config, self._weights = library, config, weights
-        self._dtype = KV_DTYPES[layouts[0].dtype]
+        self._kv_dtype = KV_DTYPES[layouts[0].dtype]
+        # Beside int8 keys and values the library computes in bf16 only.
+        self._dtype = DType.F32 if self._kv_dtype is DType.F32 else DType.BF16
         self._num_groups = len(layouts)
         self._kept: list[Any] = [blocks]
         self._handle: int | None = library.functions.pdm_program_create(isa)
@@ -186,7 +188,7 @@ class CpuProgram:
             block_size=layout.block_size,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
-            dtype=self._dtype,
+            dtype=self._kv_dtype,
             window=layout.window or 0,
         )
         self._kept.append(kv)

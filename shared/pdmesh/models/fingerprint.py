@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
 
+from pdmesh.models.kv_cache_dtype import KVCacheDtype
 from pdmesh.models.model_config import ModelConfig
 from pdmesh.models.weights import TensorRegion
 
@@ -37,6 +38,13 @@ def model_fingerprint(config: ModelConfig, regions: Iterable[TensorRegion], dtyp
         for file in files.values():
             file.close()
     return digest.hexdigest()[:32]
+
+
+def with_kv_cache(fingerprint: str, kv_cache_dtype: KVCacheDtype) -> str:
+    """Return the name of the same model with keys and values kept that way: `fingerprint` itself where they are its own."""
+    if kv_cache_dtype is KVCacheDtype.AUTO:
+        return fingerprint
+    return hashlib.sha256(f"{fingerprint} kv {kv_cache_dtype.value}".encode()).hexdigest()[:32]
 
 
 def _samples(num_bytes: int) -> list[tuple[int, int]]:

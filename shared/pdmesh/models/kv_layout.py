@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass
 from pdmesh.engine.backend import KVGroupSpec
 from pdmesh.models.group_plan import plan_groups
 from pdmesh.models.model_config import ModelConfig
-from pdmesh_kernels.cpu.kv_layout import PackedLayout
+from pdmesh_kernels.cpu.kv_layout import ItemType, PackedLayout
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PACKING = "layer,kv_head,kv,token,head_dim/2"
 """Order of a block's dimensions, and the version of everything that this page does not say."""
 CPU_PACKING = "cpu library 1"
 """The CPU library's own order: `PackedLayout`, `pdm_kv` in its interface."""
+CPU_ITEM_TYPES: dict[str, ItemType] = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    """Of the items; "int8" has a scale per token and head beside them, and only CPU_PACKING has it."""
     block_size: int
     packing: str = PACKING
 
@@ -49,7 +51,7 @@ class KVLayout:
     def cpu_layout(self) -> PackedLayout:
         """Return the inside of a block in CPU_PACKING. Raises ValueError for what the CPU library cannot hold."""
         return PackedLayout(
-            item_type="float32" if self.dtype == "float32" else "bfloat16",
+            item_type=CPU_ITEM_TYPES[self.dtype],
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             block_size=self.block_size,
@@ -73,7 +75,7 @@ class KVLayout:
 
 
 def plan_layouts(config: ModelConfig, dtype: str, block_size: int, packing: str = PACKING) -> tuple[KVLayout, ...]:
-    """Part a model's layers into KV groups; one layout each, all of the same size."""
+    """Part a model's layers into KV groups; one layout each, all of the same size. `dtype` is that of the items."""
     groups = plan_groups(config.windows)
     return tuple(
         KVLayout(
