@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pdmesh.errors import ConfigError
+from pdmesh.models.ggml_types import GGMLType
 from pdmesh.models.gguf_dequantize import BLOCK_FORMATS, dequantize
 from pdmesh.models.gguf_metadata import read_gguf_metadata
 from pdmesh.models.source import DEMO_MODEL, read_config, resolve
@@ -16,7 +17,6 @@ from support.sequences import LoadedBackend, Sequence
 from support.tiny_gguf import make_tiny_gguf
 from support.tiny_models import Kind, make_tiny
 
-GGMLType = gguf.GGMLQuantizationType
 PROMPT = list(range(5, 60))
 
 
@@ -57,8 +57,8 @@ def test_rope_factors_equal_llama3_scaling(tmp_path: Path) -> None:
 )
 def test_dequantised_blocks_equal_those_of_gguf(kind: GGMLType) -> None:
     weights = np.random.default_rng(0).standard_normal((70, 4 * 32)).astype(np.float32)
-    raw = gguf.quants.quantize(weights, kind)
-    wanted = torch.from_numpy(gguf.quants.dequantize(raw, kind))
+    raw = gguf.quants.quantize(weights, gguf.GGMLQuantizationType(kind))
+    wanted = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(kind)))
     found = torch.full(weights.shape, torch.nan)
     dequantize(torch.from_numpy(raw.view(np.uint8).reshape(-1)), kind, found)
     assert torch.equal(found, wanted)
@@ -130,3 +130,8 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
     (checkpoint / "config.json").write_text(config.replace('"qwen2"', '"rwkv7"'))
     with pytest.raises(ConfigError, match="rwkv7 is not supported; supported: Gemma2ForCausalLM, Gemma3"):
         LoadedBackend(str(make_tiny_gguf(checkpoint, tmp_path / "model.gguf")))
+
+
+def test_the_types_are_those_that_gguf_knows() -> None:
+    known = {kind.name: (int(kind), *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
+    assert {kind.name: (int(kind), kind.block_items, kind.block_bytes) for kind in GGMLType} == known

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from pdmesh.errors import ConfigError
+from pdmesh.models.checkpoint import open_weights
+from pdmesh.models.ggml_types import GGMLType
 from pdmesh.models.gguf_codes import KINDS, codes_of
 from pdmesh.models.gguf_metadata import read_gguf_metadata
 from pdmesh.models.gguf_weights import GGUFWeights
-from pdmesh.models.loading import open_weights
 from pdmesh.models.quantised_tensor import QuantisedKind, QuantisedTensor
 from pdmesh.models.registry import parse_model_config
 from pdmesh.models.safetensors_weights import SafetensorsWeights
@@ -27,7 +28,6 @@ from pdmesh_kernels.cpu.packing import unpack_row
 from support.tiny_gguf import make_tiny_gguf
 from support.tiny_models import make_tiny
 
-GGMLType = gguf.GGMLQuantizationType
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 
 
@@ -94,6 +94,7 @@ def plain_rows(reader: WeightReader, projection: Projection) -> NDArray[np.float
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_codes_mean_what_gguf_says(kind: GGMLType) -> None:
     num_outputs, num_inputs = 6, 512
+    gguf_kind = gguf.GGMLQuantizationType(kind)
     if kind is GGMLType.Q4_K:
         # gguf writes none. Any bytes are a block; its two float16 are the first four.
         blocks = np.random.default_rng(0).integers(0, 256, (num_outputs, num_inputs // 256, 144), dtype=np.uint8)
@@ -102,10 +103,10 @@ def test_codes_mean_what_gguf_says(kind: GGMLType) -> None:
         raw = blocks.reshape(num_outputs, -1)
     else:
         raw = gguf.quants.quantize(
-            np.random.default_rng(0).standard_normal((num_outputs, num_inputs), dtype=np.float32), kind
+            np.random.default_rng(0).standard_normal((num_outputs, num_inputs), dtype=np.float32), gguf_kind
         )
     tensor = codes_of(raw.view(np.uint8).reshape(-1), kind, num_outputs, num_inputs)
-    np.testing.assert_array_equal(tensor.dequantised(), gguf.quants.dequantize(raw, kind))
+    np.testing.assert_array_equal(tensor.dequantised(), gguf.quants.dequantize(raw, gguf_kind))
     halves = [values.astype(np.float16).astype(np.float32) for values in (tensor.scales, tensor.offsets)]
     is_half = all(map(np.array_equal, halves, (tensor.scales, tensor.offsets)))
     assert is_half == tensor.kind.is_half
@@ -132,7 +133,7 @@ def test_a_gguf_file_is_packed_as_it_is(library: Library, kind: GGMLType, tmp_pa
             Projection("embedding", table, 64),
         ):
             choice = choose_format(
-                reader, projection, torch.bfloat16, Quantization.NONE, is_table=projection.name == "embedding"
+                reader, projection, "bfloat16", Quantization.NONE, is_table=projection.name == "embedding"
             )
             assert choice == FormatChoice(wanted, 0 if wanted is Format.BF16 else 32)
             np.testing.assert_array_equal(
@@ -173,7 +174,7 @@ def test_a_fused_projection_loses_nothing(
     }
     reader = CodesReader(tensors)
     projection = Projection("fused", {"part0": sizes[0], "part1": sizes[1]}, 128)
-    choice = choose_format(reader, projection, torch.bfloat16, Quantization.NONE, is_table=False)
+    choice = choose_format(reader, projection, "bfloat16", Quantization.NONE, is_table=False)
     assert choice == wanted
     np.testing.assert_array_equal(rows_of(library, reader, projection, choice), plain_rows(reader, projection))
 
@@ -187,26 +188,26 @@ def test_online_formats(library: Library) -> None:
         (Quantization.INT8, Format.I8, 0.01),
         (Quantization.INT8_WEIGHT_ONLY, Format.Q8, 0.01),
     ):
-        choice = choose_format(reader, projection, torch.bfloat16, quantization, is_table=False)
+        choice = choose_format(reader, projection, "bfloat16", quantization, is_table=False)
         assert choice.format is format
         found = rows_of(library, reader, projection, choice)
         assert not np.array_equal(found, values.bfloat16().float().numpy())
         assert np.linalg.norm(found - values.numpy()) / np.linalg.norm(values) < most
         # What the checkpoint has quantised stays as it is; tables are for tokens in and out.
-        assert choose_format(reader, own, torch.bfloat16, quantization, is_table=False).format is Format.Q4
-        assert choose_format(reader, projection, torch.bfloat16, quantization, is_table=True).format is Format.BF16
-        with pytest.raises(ConfigError, match=f"{quantization.value} needs --dtype bfloat16, not torch.float32"):
-            choose_format(reader, projection, torch.float32, quantization, is_table=False)
-    plain = choose_format(reader, projection, torch.float32, Quantization.NONE, is_table=False)
+        assert choose_format(reader, own, "bfloat16", quantization, is_table=False).format is Format.Q4
+        assert choose_format(reader, projection, "bfloat16", quantization, is_table=True).format is Format.BF16
+        with pytest.raises(ConfigError, match=f"{quantization.value} needs --dtype bfloat16, not float32"):
+            choose_format(reader, projection, "float32", quantization, is_table=False)
+    plain = choose_format(reader, projection, "float32", Quantization.NONE, is_table=False)
     assert plain == FormatChoice(Format.F32, 0)
     np.testing.assert_array_equal(rows_of(library, reader, projection, plain), values.numpy())
-    assert choose_format(reader, own, torch.float32, Quantization.NONE, is_table=False) == FormatChoice(Format.F32, 0)
+    assert choose_format(reader, own, "float32", Quantization.NONE, is_table=False) == FormatChoice(Format.F32, 0)
 
 
 def test_weights_that_a_format_cannot_hold_are_named(library: Library) -> None:
     reader = CodesReader({"part.weight": torch.full((40, 64), torch.inf)})
     projection = Projection("layers.3.down", {"part": 40}, 64)
-    choice = choose_format(reader, projection, torch.bfloat16, Quantization.INT8, is_table=False)
+    choice = choose_format(reader, projection, "bfloat16", Quantization.INT8, is_table=False)
     with pytest.raises(ConfigError, match=r"layers\.3\.down: its weights cannot be kept as I8: .*not finite"):
         pack_projection(library, reader, projection, choice)
 

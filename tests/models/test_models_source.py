@@ -12,7 +12,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.models.model_config import ModelConfig
 from pdmesh.models.registry import parse_model_config
 from pdmesh.models.source import read_config, resolve
-from pdmesh_kernels.rotary import RotaryScaling
+from pdmesh_kernels.rotary_frequencies import RotaryScaling
 from support.tiny_models import Kind, make_tiny
 
 

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from pdmesh.models.ggml_types import GGMLType
+
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -32,7 +34,7 @@ def make_tiny_gguf(
     checkpoint: Path,
     path: Path,
     *,
-    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    kind: GGMLType = GGMLType.F32,
     rope_factors: list[float] | None = None,
 ) -> Path:
     """Convert a `make_tiny` checkpoint (not mistral) into `path`; matrices become `kind`, vectors stay F32.
@@ -73,7 +75,7 @@ def make_tiny_gguf(
             weight = _pairs(weight, config["num_key_value_heads"])
         if is_gemma and name.endswith("norm.weight"):
             weight = weight + np.float32(1)
-        quantized = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+        quantized = gguf.GGMLQuantizationType(kind if weight.ndim == 2 else GGMLType.F32)
         writer.add_tensor(
             _gguf_name(name, is_gemma=is_gemma), gguf.quants.quantize(weight, quantized), raw_dtype=quantized
         )

@@ -3,15 +3,20 @@
 Both release the interpreter's lock, so several weights can be packed by several threads.
 """
 
+from __future__ import annotations
+
 import ctypes
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdmesh_kernels.cpu.abi import PANEL, Format, Weight
 from pdmesh_kernels.cpu.library import Library
+
+if TYPE_CHECKING:
+    import torch
 
 ALIGNMENT = 64
 # Rows widened to float32 at a time: a vocabulary's whole table would double a small model's memory.

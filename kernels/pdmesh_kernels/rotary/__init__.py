@@ -1,13 +1,12 @@
-"""rotary: turn query and key heads by their token's position; `frequencies` has the angles."""
+"""rotary: turn query and key heads by their token's position; `rotary_frequencies` has the angles."""
 
 import torch
 
 from pdmesh_kernels.checks import require, require_float, require_shape
-from pdmesh_kernels.rotary.frequencies import RotaryScaling, RotarySpec, inverse_frequencies
 from pdmesh_kernels.rotary.reference import rotary_reference
 from pdmesh_kernels.rotary.torch_cpu import rotary_torch
 
-__all__ = ["RotaryScaling", "RotarySpec", "inverse_frequencies", "rotary", "rotary_reference"]
+__all__ = ["rotary", "rotary_reference"]
 
 
 def rotary(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> torch.Tensor:

@@ -3,17 +3,22 @@
 The core knows nothing about tensors' devices: it builds a `StepBatch` of plain numpy arrays, and gets float32 logits back.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.batch_defaults import DeviceInfo
 from pdmesh.engine.step_logits import StepLogits
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +82,13 @@ class Backend(ABC):
     row_invariant: bool
     """Whether a row's result does not depend on the batch around it (DESIGN, promise 1)."""
     default_block_size: int
+    instruction_set: str = ""
+    """That it chose, where there was a choice."""
     device: DeviceInfo = DeviceInfo()
     """What the defaults of a step's size depend on; a CPU unless a backend says otherwise."""
 
     @abstractmethod
-    def load(self, model: str, dtype: str, block_size: int | None, progress: "ProgressCallback") -> ModelInfo:
+    def load(self, model: str, dtype: str, block_size: int | None, progress: ProgressCallback) -> ModelInfo:
         """Read a model (HF directory or id, GGUF file). `dtype` is auto|float32|bfloat16|float16.
         Raises ConfigError that names the path or architecture and the remedy."""
 

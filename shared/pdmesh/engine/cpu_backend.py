@@ -4,7 +4,6 @@ import logging
 import time
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdmesh.connector.pool import KVPool
@@ -12,20 +11,20 @@ from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback, StepBatc
 from pdmesh.engine.host_memory import available_bytes, usable_cores
 from pdmesh.engine.step_logits import StepLogits
 from pdmesh.errors import ConfigError
+from pdmesh.models.checkpoint import open_checkpoint
 from pdmesh.models.cpu_program import CpuProgram
 from pdmesh.models.cpu_weights import CpuWeights, load_cpu_weights
 from pdmesh.models.fingerprint import model_fingerprint, with_kv_cache
 from pdmesh.models.kv_cache_dtype import KVCacheDtype
 from pdmesh.models.kv_layout import CPU_PACKING, KVLayout, plan_layouts
-from pdmesh.models.loading import open_checkpoint
 from pdmesh.models.model_config import ModelConfig
-from pdmesh.models.weight_formats import Quantization
+from pdmesh.models.weight_formats import ComputeDType, Quantization
 from pdmesh_kernels.cpu.library import Library, LibraryError, Pool, choose_isa, load
 from pdmesh_kernels.cpu.packing import aligned_bytes
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
+DTYPES: dict[str, ComputeDType] = {"auto": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
 # Beside a step's own: raw log-probabilities, ids and logits of what may be drawn.
 BYTES_PER_LOGIT = 4 + 4 + 8 + 4
 
@@ -46,11 +45,10 @@ class CpuBackend(Backend):
         try:
             self._library: Library = load()
             self._isa = choose_isa(self._library, isa)
+            self.instruction_set = self._isa.name.lower()
             self._pool = Pool(self._library, cpu_threads or usable_cores())
         except LibraryError as exc:
             raise ConfigError(f"backend: the CPU library cannot be used: {exc}") from exc
-        # Only loading uses torch, before any step runs.
-        torch.set_num_threads(self._pool.num_threads)
         self._quantization = Quantization(quantization)
         self._kv_cache_dtype = kv_cache_dtype
         self._config: ModelConfig | None = None
@@ -84,9 +82,10 @@ class CpuBackend(Backend):
                 self._library,
                 config,
                 checkpoint.reader,
-                torch.float32 if dtype_name == "float32" else torch.bfloat16,
+                dtype_name,
                 self._quantization,
                 fingerprint,
+                self._pool.num_threads,
                 progress.of_weights(),
             )
         self._config = config
@@ -98,7 +97,7 @@ class CpuBackend(Backend):
             numbers,
             len(self._layouts),
             self._layouts[0].dtype,
-            self._isa.name.lower(),
+            self.instruction_set,
             self._pool.num_threads,
             time.monotonic() - started,
         )

@@ -93,6 +93,8 @@ def load_processors(names: Iterable[str]) -> list[type[LogitsProcessor]]:
 
 def make_processors(classes: Sequence[type[LogitsProcessor]], vocab_size: int) -> list[LogitsProcessor]:
     """Construct each for the host, where the sampler works. Raises ConfigError that names the one that fails."""
+    if not classes:
+        return []
     import torch
 
     made = []
@@ -124,10 +126,13 @@ def active_processors(processors: Sequence[LogitsProcessor], sampling: SamplingP
     return active
 
 
-def apply_processor(processor: LogitsProcessor, logits_V: torch.Tensor, row: RowView) -> None:
+def apply_processor(processor: LogitsProcessor, logits: NDArray[np.float32], row: RowView) -> None:
     """Have one choice's logits changed in place. Raises MeshError when that fails, or makes logits that are elsewhere."""
+    import torch
+
+    logits_V = torch.from_numpy(logits)
     address = logits_V.data_ptr()
-    with _guarded(type(processor)):
+    with _guarded(type(processor)), torch.inference_mode():
         result = cast(Callable[..., object], processor.apply)(logits_V, row)
         if result is not None and result is not logits_V:
             raise TypeError(f"apply returned {type(result).__name__}; it must change the logits in place")

@@ -6,7 +6,6 @@ It owns the rows and is the only one that touches the backend; one thread calls 
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdmesh.engine.backend import Backend
@@ -46,7 +45,6 @@ class Runner:
         self._gatherer = Gatherer(self._rows)
         self._sampler = Sampler(self._rows, scanner)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan, on_begin: Callable[[], None] | None = None) -> StepResult:
         """Execute a plan; `on_begin` is called when its input is ready and the model begins.
 

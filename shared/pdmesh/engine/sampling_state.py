@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdmesh.engine.logits_processors import LogitsProcessor, RowView, apply_processor, name_of
@@ -128,7 +127,7 @@ class SamplingState:
         best = int(logits_V.argmax())
         _check(float(logits_V[best]))
         for processor in self._processors:
-            apply_processor(processor, torch.from_numpy(logits_V), self._view())
+            apply_processor(processor, logits_V, self._view())
             # Looked at one by one, so that the one at fault is named.
             best = int(logits_V.argmax())
             self._check_processed(processor, float(logits_V[best]))

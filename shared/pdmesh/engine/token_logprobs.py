@@ -1,16 +1,21 @@
 """Log-probabilities as clients see them: of the model itself, before penalties and temperature."""
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdmesh.engine.truncation import Floats, top_ids
 from pdmesh.protocol.messages import TokenLogprobs
 
 
+# A row without a finite largest logit becomes NaN, which whoever reports it looks for.
+@np.errstate(invalid="ignore")
 def raw_logprobs(logits_RV: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the log-softmax of each row; a new array, so that later edits of the logits do not reach it."""
-    logprobs_RV: NDArray[np.float32] = torch.log_softmax(torch.from_numpy(logits_RV), dim=-1).numpy()
+    logprobs_RV = np.empty_like(logits_RV)
+    # Row by row: what is between stays in the cache.
+    for logits_V, logprobs_V in zip(logits_RV, logprobs_RV, strict=True):
+        np.subtract(logits_V, logits_V.max(), out=logprobs_V)
+        logprobs_V -= np.log(np.exp(logprobs_V).sum())
     return logprobs_RV
 
 

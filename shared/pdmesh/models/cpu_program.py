@@ -28,7 +28,7 @@ from pdmesh_kernels.cpu.abi import (
     Weight,
 )
 from pdmesh_kernels.cpu.library import Library, LibraryError, Pool
-from pdmesh_kernels.rotary import RotarySpec, inverse_frequencies
+from pdmesh_kernels.rotary_frequencies import RotarySpec, inverse_frequencies
 
 GATES = {Activation.SILU: Epilogue.SILU_MUL, Activation.GELU_TANH: Epilogue.GELU_MUL}
 KV_DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "int8": DType.I8}
@@ -143,7 +143,7 @@ class CpuProgram:
         self._library.call(f"pdm_program_{name}", self._handle, ctypes.byref(args), *buffers)
 
     def _angles(self, spec: RotarySpec) -> int:
-        frequencies = np.ascontiguousarray(inverse_frequencies(spec).numpy())
+        frequencies = inverse_frequencies(spec)
         self._kept.append(frequencies)
         return self._library.call(
             "pdm_program_angles", self._handle, frequencies.ctypes.data, spec.head_dim, spec.attention_factor

@@ -5,11 +5,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdmesh.models.model_config import ModelConfig
-from pdmesh.models.weight_formats import FormatChoice, Quantization, choose_format, pack_projection
+from pdmesh.models.weight_formats import ComputeDType, FormatChoice, Quantization, choose_format, pack_projection
 from pdmesh.models.weight_plan import Gain, Projection, WeightPlan, plan_weights
 from pdmesh.models.weights import WeightReader, check_shapes
 from pdmesh_kernels.cpu.abi import ABI_VERSION, Format
@@ -37,12 +36,16 @@ def load_cpu_weights(
     library: Library,
     config: ModelConfig,
     reader: WeightReader,
-    dtype: torch.dtype,
+    dtype: ComputeDType,
     quantization: Quantization,
     fingerprint: str,
+    num_threads: int,
     report: Callable[[float], None],
 ) -> CpuWeights:
-    """Map the packed weights, made now where the cache has none. `report` gets the fraction done. Raises ConfigError."""
+    """Map the packed weights, made now by `num_threads` where the cache has none. `report` gets the fraction done.
+
+    Torch is imported only to make them. Raises ConfigError.
+    """
     plan = plan_weights(config)
     check_shapes(plan.shapes(), reader, config.architecture)
     tables = {plan.embedding.name, plan.head.name}
@@ -57,7 +60,7 @@ def load_cpu_weights(
     if file is None:
         entries = _entries(library, plan, choices)
         file = create_weight_file(
-            path, key, entries, lambda made: _fill(library, reader, plan, choices, config, made, report)
+            path, key, entries, lambda made: _fill(library, reader, plan, choices, config, made, num_threads, report)
         )
     report(1.0)
     return CpuWeights(plan, file, *_views(file))
@@ -93,9 +96,11 @@ def _fill(
     choices: dict[str, FormatChoice],
     config: ModelConfig,
     file: WeightFile,
+    num_threads: int,
     report: Callable[[float], None],
 ) -> None:
     """Pack everything, one projection per thread and time."""
+    import torch
 
     def pack(projection: Projection) -> int:
         target = file.array(projection.name)
@@ -108,7 +113,7 @@ def _fill(
         _read_gain(reader, gain, config.unit_offset_norms, file.array(gain.name).view(np.float32))
     projections = list(plan.projections())
     total = sum(file.array(each.name).nbytes for each in projections)
-    num_threads, done = torch.get_num_threads(), 0
+    done = 0
     pool = ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
     try:
         for future in as_completed([pool.submit(pack, each) for each in projections]):
@@ -116,10 +121,11 @@ def _fill(
             report(done / total)
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(num_threads)
 
 
 def _read_gain(reader: WeightReader, gain: Gain, has_offset: bool, target: NDArray[np.float32]) -> None:
+    import torch
+
     values = torch.from_numpy(target)
     reader.read(f"{gain.name}.weight", values)
     if has_offset:
@@ -127,6 +133,8 @@ def _read_gain(reader: WeightReader, gain: Gain, has_offset: bool, target: NDArr
 
 
 def _read_bias(reader: WeightReader, projection: Projection, target: NDArray[np.float32]) -> None:
+    import torch
+
     parts = torch.split(torch.from_numpy(target), list(projection.parts.values()))
     for name, rows in zip(projection.parts, parts, strict=True):
         reader.read(f"{name}.bias", rows)

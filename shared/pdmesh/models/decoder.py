@@ -19,7 +19,8 @@ from pdmesh_kernels.gelu_mul import gelu_mul
 from pdmesh_kernels.kv_write import kv_write
 from pdmesh_kernels.paged_attention import paged_attention
 from pdmesh_kernels.rms_norm import rms_norm
-from pdmesh_kernels.rotary import RotarySpec, inverse_frequencies, rotary
+from pdmesh_kernels.rotary import rotary
+from pdmesh_kernels.rotary_frequencies import RotarySpec, inverse_frequencies
 from pdmesh_kernels.silu_mul import silu_mul
 
 GATES = {Activation.SILU: silu_mul, Activation.GELU_TANH: gelu_mul}
@@ -41,7 +42,9 @@ class DecoderModel:
         self.weights = weights
         self.dtype = weights.dtype
         self._gate = GATES[config.activation]
-        self._frequencies = {spec: inverse_frequencies(spec) for spec in (config.rotary, config.local_rotary)}
+        self._frequencies = {
+            spec: torch.from_numpy(inverse_frequencies(spec)) for spec in (config.rotary, config.local_rotary)
+        }
 
     def forward(self, step: ModelStep, layouts: tuple[KVLayout, ...], kv_BLJKSD: torch.Tensor) -> torch.Tensor:
         """Write the step's keys and values into the pool; return logits, float32 [R, V]. `layouts` are the step's groups'."""

@@ -6,25 +6,25 @@ Block formats: ggml-quants in ggml's sources; all little-endian.
 from collections.abc import Callable
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
+from pdmesh.models.ggml_types import GGMLType
 from pdmesh.models.quantised_tensor import QuantisedKind, QuantisedTensor
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 KINDS = {
-    GGMLQuantizationType.Q4_0: QuantisedKind(4, 32, is_half=True, is_symmetric=True),
-    GGMLQuantizationType.Q4_1: QuantisedKind(4, 32, is_half=True, is_symmetric=False),
-    GGMLQuantizationType.Q8_0: QuantisedKind(8, 32, is_half=True, is_symmetric=True),
+    GGMLType.Q4_0: QuantisedKind(4, 32, is_half=True, is_symmetric=True),
+    GGMLType.Q4_1: QuantisedKind(4, 32, is_half=True, is_symmetric=False),
+    GGMLType.Q8_0: QuantisedKind(8, 32, is_half=True, is_symmetric=True),
     # Scales are products of a float16 and an integer.
-    GGMLQuantizationType.Q4_K: QuantisedKind(4, 32, is_half=False, is_symmetric=False),
+    GGMLType.Q4_K: QuantisedKind(4, 32, is_half=False, is_symmetric=False),
 }
 """The types whose numbers are a scale times a code plus an offset, in groups of 32 inputs and more."""
 
 
-def codes_of(raw: Bytes, kind: GGMLQuantizationType, num_outputs: int, num_inputs: int) -> QuantisedTensor:
+def codes_of(raw: Bytes, kind: GGMLType, num_outputs: int, num_inputs: int) -> QuantisedTensor:
     """Take apart `raw`, a tensor's bytes as in the file; `kind` is one of KINDS."""
     block_bytes, take_apart = _BLOCK_FORMATS[kind]
     codes, scales, offsets = take_apart(raw.reshape(-1, block_bytes))
@@ -73,10 +73,10 @@ def _q4_k(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
     return codes, _halves(blocks, 0) * scales, -_halves(blocks, 2) * minima
 
 
-_BLOCK_FORMATS: dict[GGMLQuantizationType, tuple[int, Callable[[Bytes], tuple[Bytes, Floats, Floats]]]] = {
-    GGMLQuantizationType.Q4_0: (18, _q4_0),
-    GGMLQuantizationType.Q4_1: (20, _q4_1),
-    GGMLQuantizationType.Q8_0: (34, _q8_0),
-    GGMLQuantizationType.Q4_K: (144, _q4_k),
+_BLOCK_FORMATS: dict[GGMLType, tuple[int, Callable[[Bytes], tuple[Bytes, Floats, Floats]]]] = {
+    GGMLType.Q4_0: (18, _q4_0),
+    GGMLType.Q4_1: (20, _q4_1),
+    GGMLType.Q8_0: (34, _q8_0),
+    GGMLType.Q4_K: (144, _q4_k),
 }
 """Bytes per block, and blocks -> codes, scales, offsets."""

@@ -10,17 +10,19 @@ import gguf.quants
 import torch
 from gguf.constants import GGMLQuantizationType
 
+from pdmesh.models.ggml_types import GGMLType
+
 PLAIN_DTYPES = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
+    GGMLType.F32: torch.float32,
+    GGMLType.F16: torch.float16,
+    GGMLType.BF16: torch.bfloat16,
 }
 BLOCK_ITEMS = 32
 # Blocks converted at a time, so that intermediate results (1 MiB of float32) stay in the cache.
 CHUNK_BLOCKS = 8192
 
 
-def dequantize(raw: torch.Tensor, kind: GGMLQuantizationType, target: torch.Tensor) -> None:
+def dequantize(raw: torch.Tensor, kind: GGMLType, target: torch.Tensor) -> None:
     """Fill `target` (contiguous, float) from `raw` (uint8, flat, as in the file).
 
     Raises NotImplementedError for a type that neither we nor `gguf` can convert.
@@ -30,7 +32,7 @@ def dequantize(raw: torch.Tensor, kind: GGMLQuantizationType, target: torch.Tens
         return
     if kind not in BLOCK_FORMATS:
         rows = raw.numpy().reshape(*target.shape[:-1], -1)
-        target.copy_(torch.from_numpy(gguf.quants.dequantize(rows, kind)))
+        target.copy_(torch.from_numpy(gguf.quants.dequantize(rows, GGMLQuantizationType(kind))))
         return
     block_bytes, convert = BLOCK_FORMATS[kind]
     blocks = raw.view(-1, block_bytes)
@@ -61,9 +63,9 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
     return blocks[:, 2:].view(torch.int8).float().mul_(_scale(blocks, 0))
 
 
-BLOCK_FORMATS: dict[GGMLQuantizationType, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
-    GGMLQuantizationType.Q4_0: (18, _q4_0),
-    GGMLQuantizationType.Q4_1: (20, _q4_1),
-    GGMLQuantizationType.Q8_0: (34, _q8_0),
+BLOCK_FORMATS: dict[GGMLType, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
+    GGMLType.Q4_0: (18, _q4_0),
+    GGMLType.Q4_1: (20, _q4_1),
+    GGMLType.Q8_0: (34, _q8_0),
 }
 """Bytes per block, and blocks -> float32 [blocks, 32]."""

@@ -60,7 +60,7 @@ class GGUFTensorInfo:
     name: str
     shape: tuple[int, ...]
     type_id: int
-    """ggml_type, as `gguf.GGMLQuantizationType` has them."""
+    """A `GGMLType`, or none that we know."""
     offset: int
     """From the start of the file, bytes."""
 

@@ -1,18 +1,23 @@
 """A GGUF file as a WeightReader: llama.cpp's tensor names and order become Hugging Face's, quantised blocks become floats."""
 
+from __future__ import annotations
+
 import mmap
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import NDArray
 
 from pdmesh.errors import ConfigError
+from pdmesh.models.ggml_types import GGMLType
 from pdmesh.models.gguf_codes import KINDS, codes_of
 from pdmesh.models.gguf_config import ROPE_FACTORS_TENSOR
-from pdmesh.models.gguf_dequantize import dequantize
 from pdmesh.models.gguf_metadata import GGUFMetadata, GGUFTensorInfo
 from pdmesh.models.quantised_tensor import QuantisedKind, QuantisedTensor
 from pdmesh.models.weights import TensorRegion, WeightReader
+
+if TYPE_CHECKING:
+    import torch
 
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
@@ -52,7 +57,7 @@ class GGUFWeights(WeightReader):
         with self._path.open("rb") as file:
             # Private and copy-on-write, only because torch warns of buffers that it could not write to.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._types: dict[str, GGMLQuantizationType] = {}
+        self._types: dict[str, GGMLType] = {}
         self.regions: dict[str, TensorRegion] = {}
         try:
             for info in metadata.tensors.values():
@@ -63,6 +68,10 @@ class GGUFWeights(WeightReader):
             raise
 
     def read(self, name: str, target: torch.Tensor) -> None:
+        import torch
+
+        from pdmesh.models.gguf_dequantize import dequantize
+
         region = self.regions[name]
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=region.num_bytes, offset=region.offset)
         num_heads = self._num_permuted_heads(name)
@@ -74,7 +83,7 @@ class GGUFWeights(WeightReader):
             else:
                 pairs = torch.empty(target.shape, dtype=target.dtype)
                 dequantize(raw, self._types[name], pairs)
-                _halves_from_pairs(pairs, num_heads, target)
+                target.copy_(pairs[torch.from_numpy(_pair_rows(len(pairs), num_heads))])
         except NotImplementedError as exc:
             raise ConfigError(
                 f"{self._path}: tensor {name} is {region.encoding}, which is not supported; use another quantisation"
@@ -91,10 +100,7 @@ class GGUFWeights(WeightReader):
         num_heads = self._num_permuted_heads(name)
         if num_heads is None:
             return tensor
-        pairs = torch.arange(num_outputs)
-        rows = torch.empty_like(pairs)
-        _halves_from_pairs(pairs, num_heads, rows)
-        return tensor.take_rows(rows.numpy())
+        return tensor.take_rows(_pair_rows(num_outputs, num_heads))
 
     def close(self) -> None:
         self._map.close()
@@ -104,15 +110,14 @@ class GGUFWeights(WeightReader):
 
     def _add(self, info: GGUFTensorInfo) -> None:
         try:
-            kind = GGMLQuantizationType(info.type_id)
+            kind = GGMLType(info.type_id)
         except ValueError as exc:
             raise ConfigError(f"{self._path}: tensor {info.name} has the unknown type {info.type_id}") from exc
-        block_items, block_bytes = GGML_QUANT_SIZES[kind]
         num_items = 1
         for size in info.shape:
             num_items *= size
-        num_bytes = num_items // block_items * block_bytes
-        if info.shape and info.shape[-1] % block_items:
+        num_bytes = num_items // kind.block_items * kind.block_bytes
+        if info.shape and info.shape[-1] % kind.block_items:
             raise ConfigError(
                 f"{self._path}: tensor {info.name} has rows of {info.shape[-1]}, no multiple of {kind.name}'s"
             )
@@ -137,8 +142,6 @@ def _hugging_face_name(name: str, layer_names: dict[str, str]) -> str:
     return name
 
 
-def _halves_from_pairs(pairs: torch.Tensor, num_heads: int, target: torch.Tensor) -> None:
-    """Reorder each head's rows from (0, D/2, 1, D/2 + 1, …), as llama.cpp keeps them, to (0, 1, …, D - 1)."""
-    half = pairs.shape[0] // num_heads // 2
-    rest = pairs.shape[1:]
-    target.view(num_heads, 2, half, *rest).copy_(pairs.view(num_heads, half, 2, *rest).transpose(1, 2))
+def _pair_rows(num_rows: int, num_heads: int) -> NDArray[np.intp]:
+    """Say where each row of the heads (0, 1, …, D - 1) is in llama.cpp's order, (0, D/2, 1, D/2 + 1, …) in each head."""
+    return np.arange(num_rows).reshape(num_heads, -1, 2).transpose(0, 2, 1).reshape(-1)

@@ -7,7 +7,7 @@ from typing import Any
 from pdmesh.errors import ConfigError
 from pdmesh.models.checkpoint_quantization import parse_quantization
 from pdmesh.models.rotary_config import parse_rotary
-from pdmesh_kernels.rotary import RotarySpec
+from pdmesh_kernels.rotary_frequencies import RotarySpec
 
 
 class Activation(Enum):

@@ -1,11 +1,13 @@
 """An AWQ or GPTQ checkpoint as a WeightReader: `qweight`, `qzeros` and `scales` appear as the plain `weight` that they mean."""
 
+from __future__ import annotations
+
 import dataclasses
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdmesh.errors import ConfigError
@@ -14,6 +16,9 @@ from pdmesh.models.packed_words import unpack_codes, zero_points
 from pdmesh.models.quantised_tensor import QuantisedKind, QuantisedTensor
 from pdmesh.models.safetensors_weights import SafetensorsWeights
 from pdmesh.models.weights import TensorRegion, WeightReader
+
+if TYPE_CHECKING:
+    import torch
 
 PARTS = ("qweight", "qzeros", "scales")
 INDEX = "g_idx"
@@ -40,6 +45,8 @@ class PackedWordWeights(WeightReader):
         if not self._is_packed(name):
             self._stored.read(name, target)
             return
+        import torch
+
         groups, codes = self._groups_of(stem), self._codes(stem)
         # By input: its group need not be that of its neighbours.
         values = codes.astype(np.float32)
@@ -69,6 +76,8 @@ class PackedWordWeights(WeightReader):
             return True
         if not name.endswith(".bias") or not self._is_packed(f"{_stem(name)}.weight"):
             return False
+        import torch
+
         bias = torch.empty(self.regions[name].shape)
         self._stored.read(name, bias)
         return not bias.any()
@@ -111,6 +120,8 @@ class PackedWordWeights(WeightReader):
         )
 
     def _words(self, name: str) -> NDArray[np.int32]:
+        import torch
+
         words = self._stored.tensor(name)
         if words.dtype != torch.int32:
             raise ConfigError(f"{self._stored.regions[name].path}: tensor {name} is {words.dtype}, must be int32")
@@ -119,13 +130,15 @@ class PackedWordWeights(WeightReader):
     def _codes(self, stem: str) -> NDArray[np.uint8]:
         return unpack_codes(self._words(f"{stem}.qweight"), self._quantization.format, self._quantization.bits)
 
-    def _groups_of(self, stem: str) -> "_Groups":
+    def _groups_of(self, stem: str) -> _Groups:
         with self._lock:
             if stem not in self._groups:
                 self._groups[stem] = self._read_groups(stem)
             return self._groups[stem]
 
-    def _read_groups(self, stem: str) -> "_Groups":
+    def _read_groups(self, stem: str) -> _Groups:
+        import torch
+
         quantization = self._quantization
         num_inputs = self.regions[f"{stem}.weight"].shape[1]
         region = self._stored.regions[f"{stem}.scales"]

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from pdmesh.errors import ConfigError
-from pdmesh_kernels.rotary import RotaryScaling, RotarySpec
+from pdmesh_kernels.rotary_frequencies import RotaryScaling, RotarySpec
 
 
 def parse_rotary(theta: float, scaling: dict[str, Any] | None, config: dict[str, Any], model: str) -> RotarySpec:

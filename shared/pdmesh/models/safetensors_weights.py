@@ -1,30 +1,36 @@
 """A safetensors directory, one file or sharded, as a WeightReader."""
 
+from __future__ import annotations
+
 import json
+import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from pdmesh.errors import ConfigError
 from pdmesh.models.weights import TensorRegion, WeightReader
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX = "model.safetensors.index.json"
 FLOAT_ENCODINGS = ("F32", "F16", "BF16", "F64")
 
 
 class SafetensorsWeights(WeightReader):
-    """Files stay mapped until `close`; tensors are copied out one by one."""
+    """Files that were read from stay mapped until `close`; tensors are copied out one by one."""
 
     def __init__(self, folder: Path) -> None:
         self._open_files = ExitStack()
         self._files: dict[Path, Any] = {}
+        self._lock = threading.Lock()
         self.regions: dict[str, TensorRegion] = {}
         try:
             for path in _files(folder):
-                self._open(path)
+                self.regions |= {region.name: region for region in _regions(path)}
         except ConfigError:
             self.close()
             raise
@@ -39,19 +45,17 @@ class SafetensorsWeights(WeightReader):
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a copy, of whatever type it is stored in."""
-        tensor: torch.Tensor = self._files[self.regions[name].path].get_tensor(name)
+        path = self.regions[name].path
+        with self._lock:
+            if path not in self._files:
+                # Here and not before: this imports torch.
+                self._files[path] = self._open_files.enter_context(safe_open(path, framework="pt"))
+        tensor: torch.Tensor = self._files[path].get_tensor(name)
         return tensor
 
     def close(self) -> None:
         self._files.clear()
         self._open_files.close()
-
-    def _open(self, path: Path) -> None:
-        try:
-            self._files[path] = self._open_files.enter_context(safe_open(path, framework="pt"))
-        except (SafetensorError, OSError) as exc:
-            raise ConfigError(f"{path}: broken or truncated safetensors file ({exc}); download it again") from exc
-        self.regions |= {region.name: region for region in _regions(path)}
 
 
 def _files(folder: Path) -> list[Path]:
@@ -73,10 +77,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _regions(path: Path) -> list[TensorRegion]:
-    # The header was validated by safe_open: 8 bytes of length, then JSON.
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_bytes))
+    try:
+        # Validates the header: 8 bytes of length, then JSON.
+        with safe_open(path, framework="np"), path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+    except (SafetensorError, OSError) as exc:
+        raise ConfigError(f"{path}: broken or truncated safetensors file ({exc}); download it again") from exc
     return [
         TensorRegion(
             name=name,

@@ -3,11 +3,13 @@
 A quantised checkpoint stays as it is where that changes no number; otherwise its numbers are kept in the model's dtype.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdmesh.errors import ConfigError
@@ -18,6 +20,11 @@ from pdmesh_kernels.cpu.abi import Format
 from pdmesh_kernels.cpu.library import Library, LibraryError
 from pdmesh_kernels.cpu.packing import PackedWeight, pack_codes, pack_values
 
+if TYPE_CHECKING:
+    import torch
+
+# What the library computes in.
+ComputeDType = Literal["float32", "bfloat16"]
 # Of weights that are quantised here. Accuracy by size: docs/quantization.md.
 ONLINE_GROUP = 64
 
@@ -39,10 +46,10 @@ class FormatChoice:
 
 
 def choose_format(
-    reader: WeightReader, projection: Projection, dtype: torch.dtype, quantization: Quantization, *, is_table: bool
+    reader: WeightReader, projection: Projection, dtype: ComputeDType, quantization: Quantization, *, is_table: bool
 ) -> FormatChoice:
     """Decide for one projection; `is_table`: it is the embedding or the head. Raises ConfigError for float32 with int8."""
-    if dtype != torch.bfloat16:
+    if dtype == "float32":
         if quantization is not Quantization.NONE:
             raise ConfigError(f"quantization: {quantization.value} needs --dtype bfloat16, not {dtype}")
         return FormatChoice(Format.F32, 0)
@@ -67,6 +74,8 @@ def pack_projection(
 
     Raises ConfigError for weights that the format cannot hold.
     """
+    import torch
+
     try:
         if _own_format(reader, projection) == choice and choice.format is not Format.BF16:
             return _pack_own(library, reader, projection, choice, target)
@@ -121,5 +130,7 @@ def _pack_own(
 
 
 def _dtype_of(choice: FormatChoice) -> torch.dtype:
+    import torch
+
     # What is quantised here is taken as exactly as the checkpoint has it.
     return torch.bfloat16 if choice.format is Format.BF16 else torch.float32

@@ -1,15 +1,22 @@
-"""Reads a checkpoint's tensors, by their Hugging Face names, into memory that the model has laid out."""
+"""Reads a checkpoint's tensors, by their Hugging Face names, into memory that the model has laid out.
+
+Torch is imported where a tensor is read: an engine whose weights are packed already starts without it.
+"""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from pdmesh.errors import ConfigError
 from pdmesh.models.quantised_tensor import QuantisedKind, QuantisedTensor
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,8 @@ def check_shapes(shapes: dict[str, tuple[int, ...]], reader: WeightReader, model
 
 def _read_all(targets: dict[str, torch.Tensor], reader: WeightReader) -> Iterator[str]:
     """Read in as many threads as torch may use, and yield the names as they are done."""
+    import torch
+
     # One thread per tensor: torch's own teams wait for each other after every small operation, which takes a hundred
     # times as long when several engines load on the same cores.
     num_threads = torch.get_num_threads()

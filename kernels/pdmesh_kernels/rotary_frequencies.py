@@ -1,4 +1,4 @@
-"""The angle per position of each rotary frequency, for every kind of context extension that is supported.
+"""The angle per position of each rotary frequency, for every kind of context extension that is supported. Imports no torch.
 
 Sources: position interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), Llama 3.1's model card for `llama3`, llama.cpp's
 `rope_freqs` tensor for `freq_factors`.
@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 
 class RotaryScaling(Enum):
@@ -44,31 +45,34 @@ class RotarySpec:
     """FREQ_FACTORS: head_dim / 2 divisors."""
 
 
-def inverse_frequencies(spec: RotarySpec) -> torch.Tensor:
+def inverse_frequencies(spec: RotarySpec) -> NDArray[np.float32]:
     """Return radians per position, float32 [head_dim / 2], before the attention factor."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-    base = 1.0 / (spec.theta**exponents)
+    exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
+    # Powers of float32 differ between machines in the last bit, and positions in the thousands multiply that.
+    base = np.float32(1) / np.power(spec.theta, exponents.astype(np.float64)).astype(np.float32)
     match spec.scaling:
         case RotaryScaling.DEFAULT | RotaryScaling.DYNAMIC:
             return base
         case RotaryScaling.LINEAR:
-            return base / spec.factor
+            return base / np.float32(spec.factor)
         case RotaryScaling.LLAMA3:
             return _llama3(base, spec)
         case RotaryScaling.YARN:
             return _yarn(base, spec)
         case RotaryScaling.FREQ_FACTORS:
-            return base / torch.tensor(spec.factors, dtype=torch.float32)
+            factors: NDArray[np.float32] = np.array(spec.factors, dtype=np.float32)
+            return base / factors
 
 
-def _llama3(base: torch.Tensor, spec: RotarySpec) -> torch.Tensor:
+def _llama3(base: NDArray[np.float32], spec: RotarySpec) -> NDArray[np.float32]:
     # Share of a frequency that stays unscaled: 1 for those that turn often within the original context, 0 for the slow ones.
-    turns = spec.original_max_positions * base / (2 * math.pi)
-    kept = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0.0, 1.0)
-    return (1 - kept) * base / spec.factor + kept * base
+    turns = spec.original_max_positions * base / np.float32(2 * math.pi)
+    kept = np.clip((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor), 0, 1)
+    scaled: NDArray[np.float32] = (1 - kept) * base / spec.factor + kept * base
+    return scaled
 
 
-def _yarn(base: torch.Tensor, spec: RotarySpec) -> torch.Tensor:
+def _yarn(base: NDArray[np.float32], spec: RotarySpec) -> NDArray[np.float32]:
     def dimension_of(num_turns: float) -> float:
         ratio = spec.original_max_positions / (num_turns * 2 * math.pi)
         return spec.head_dim * math.log(ratio) / (2 * math.log(spec.theta))
@@ -79,5 +83,6 @@ def _yarn(base: torch.Tensor, spec: RotarySpec) -> torch.Tensor:
     low, high = max(low, 0), min(high, spec.head_dim - 1)
     # Equal ends would divide by zero; the ramp is then a step.
     width = high - low if high != low else 0.001
-    interpolated = ((torch.arange(spec.head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
-    return interpolated * base / spec.factor + (1 - interpolated) * base
+    interpolated = np.clip((np.arange(spec.head_dim // 2, dtype=np.float32) - low) / width, 0, 1)
+    scaled: NDArray[np.float32] = interpolated * base / spec.factor + (1 - interpolated) * base
+    return scaled
