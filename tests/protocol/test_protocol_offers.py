@@ -11,8 +11,11 @@ from pdmesh.errors import Forbidden, TransferFailed
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import OFFER_LEASE_S, TRANSFER_LEASE_S, OfferTable, Reason
 from pdmesh.protocol.states import (
+    LANDING_TABLE,
     OFFER_TABLE,
     TRANSFER_TABLE,
+    LandingEvent,
+    LandingState,
     OfferEvent,
     OfferState,
     TransferEvent,
@@ -64,6 +67,8 @@ def test_no_state_is_left_without_an_event_and_ends_are_final() -> None:
     assert {state for state, _ in OFFER_TABLE} == set(OfferState) - {OfferState.ENDED}
     assert {event for _, event in TRANSFER_TABLE} == set(TransferEvent)
     assert {event for _, event in OFFER_TABLE} == set(OfferEvent)
+    assert {state for state, _ in LANDING_TABLE} == {LandingState.EXPECTED, LandingState.QUARANTINED}
+    assert {event for _, event in LANDING_TABLE} == set(LandingEvent)
 
 
 def test_a_transfer_sees_the_blocks_and_their_generations(table: OfferTable) -> None:

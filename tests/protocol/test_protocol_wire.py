@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.errors import BY_CODE, ConfigError, InternalError, InvalidRequest, MeshError
+from pdmesh.errors import BY_CODE, ConfigError, InternalError, InvalidRequest, MeshError, TransferFailed
 from pdmesh.protocol import mesh_pb2 as pb
-from pdmesh.protocol import wire
+from pdmesh.protocol import transfers, wire
 from pdmesh.protocol.messages import (
     ChoiceDelta,
     GenerateRequest,
@@ -121,6 +121,45 @@ blocks_of_groups = st.builds(
 @given(blocks_of_groups)
 def test_blocks_survive(blocks: GroupBlocks) -> None:
     assert wire.blocks_from_pb(pb.BlockList.FromString(wire.blocks_to_pb(blocks).SerializeToString())) == blocks
+
+
+groups = st.lists(blocks_of_groups, max_size=2)
+begins = st.builds(
+    transfers.Begin,
+    transfer_id=text,
+    consumer_id=text,
+    offer_id=text,
+    digest=st.binary(max_size=32),
+    groups=groups,
+    remaining_s=st.integers(0, 10**9).map(lambda ms: ms / 1000),
+)
+views = st.builds(transfers.OfferView, groups=groups, num_tokens=count)
+ends = st.builds(transfers.End, transfer_id=text, committed=st.booleans(), reason=text)
+
+
+@given(begins, views, ends, st.booleans())
+def test_what_is_said_of_transfers_survives(
+    begin: transfers.Begin, view: transfers.OfferView, end: transfers.End, known: bool
+) -> None:
+    sent = transfers.begin_to_pb(begin).SerializeToString()
+    assert transfers.begin_from_pb(pb.BeginTransferRequest.FromString(sent)) == begin
+    begun = transfers.Begun(peer_id="p@1", view=view)
+    sent = transfers.begun_to_pb(begun).SerializeToString()
+    assert transfers.begun_from_pb(pb.BeginTransferReply.FromString(sent)) == begun
+    sent = transfers.end_to_pb(end).SerializeToString()
+    assert transfers.end_from_pb(pb.EndTransferRequest.FromString(sent)) == end
+    ended = transfers.Ended(known=known)
+    sent = transfers.ended_to_pb(ended).SerializeToString()
+    assert transfers.ended_from_pb(pb.EndTransferReply.FromString(sent)) == ended
+
+
+def test_a_refused_begin_survives() -> None:
+    refused = transfers.Begun(peer_id="p@1", error=TransferFailed("stale: newer content"))
+    sent = transfers.begun_to_pb(refused).SerializeToString()
+    begun = transfers.begun_from_pb(pb.BeginTransferReply.FromString(sent))
+    assert (begun.peer_id, begun.view) == ("p@1", None)
+    assert type(begun.error) is TransferFailed
+    assert begun.error.message == "stale: newer content"
 
 
 @pytest.mark.parametrize("kind", BY_CODE.values())

@@ -1,7 +1,7 @@
 """The scheduler's half of the connector: what is being loaded, and which blocks are kept for offers. A table, no I/O.
 
 A load owns nothing while its consumer lives; when the consumer goes first, its blocks stay here (in quarantine) until the
-worker's half says that nothing writes to them any more.
+worker's half says that nothing writes to them any more. `LANDING_TABLE` says what may follow what.
 """
 
 import math
@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from pdmesh.errors import TransferFailed
 from pdmesh.protocol.messages import KVSource
+from pdmesh.protocol.states import LANDING_TABLE, LandingEvent, LandingState
 
 OwnerT = TypeVar("OwnerT")
 
@@ -37,7 +38,18 @@ class Load(Generic[OwnerT]):
     num_tokens: int
     """Tokens that need not be computed when it succeeds."""
     from_tier: bool
+    state: LandingState = LandingState.EXPECTED
     quarantined: BlockLists = field(default_factory=list)
+    """References to the blocks, while they are."""
+
+    def quarantine(self, blocks: BlockLists) -> None:
+        """Take over the references of an owner that has gone before the load ended."""
+        self.state = LANDING_TABLE[self.state, LandingEvent.UNWANTED]
+        self.owner, self.quarantined = None, blocks
+
+    def end(self, arrived: bool) -> None:
+        """Nothing writes to the blocks any more; `arrived` says whether all of it is there."""
+        self.state = LANDING_TABLE[self.state, LandingEvent.ARRIVED if arrived else LandingEvent.STOPPED]
 
 
 class Ledger(Generic[OwnerT]):
@@ -67,9 +79,12 @@ class Ledger(Generic[OwnerT]):
         """Return the load that `owner` waits for; None when it waits for none."""
         return next((load for load in self._loads.values() if load.owner is owner), None)
 
-    def end_load(self, transfer_id: str) -> Load[OwnerT] | None:
-        """Strike a load off; None when it is not known."""
-        return self._loads.pop(transfer_id, None)
+    def end_load(self, transfer_id: str, *, arrived: bool) -> Load[OwnerT] | None:
+        """Strike off a load that nothing writes for any more; None when it is not known."""
+        load = self._loads.pop(transfer_id, None)
+        if load is not None:
+            load.end(arrived)
+        return load
 
     def hold_offer(self, offer_id: str, blocks: BlockLists) -> None:
         """Take over the caller's references to `blocks`."""

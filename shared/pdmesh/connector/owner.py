@@ -17,8 +17,8 @@ from pdmesh.errors import HandshakeRefused, InvalidRequest, MeshError, TransferF
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.offers import EndedOffer, OfferTable
+from pdmesh.protocol.transfers import Begun, Ended, begin_from_pb, begun_to_pb, end_from_pb, ended_to_pb
 from pdmesh.protocol.version import agree
-from pdmesh.protocol.wire import blocks_from_pb, blocks_to_pb, error_to_pb
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of blocks in one message of ReadBlocks; a block larger than this travels alone."""
@@ -108,22 +108,21 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
 
     async def BeginTransfer(self, request: pb.BeginTransferRequest, context: Context) -> pb.BeginTransferReply:
         """Let a consumer read an offer's blocks; a refusal is an ErrorInfo in the reply."""
+        begin = begin_from_pb(request)
         try:
             view = self.offers.begin(
-                request.transfer_id,
-                request.consumer_id,
-                request.offer_id,
-                request.digest,
-                [blocks_from_pb(group) for group in request.groups] or None,
-                remaining_s=request.remaining_ms / 1000,
+                begin.transfer_id,
+                begin.consumer_id,
+                begin.offer_id,
+                begin.digest,
+                begin.groups or None,
+                remaining_s=begin.remaining_s,
             )
         except MeshError as exc:
-            return pb.BeginTransferReply(error=error_to_pb(exc), peer_id=self._peer_id)
+            return begun_to_pb(Begun(peer_id=self._peer_id, error=exc))
         finally:
             self.settle()
-        return pb.BeginTransferReply(
-            groups=[blocks_to_pb(group) for group in view.groups], num_tokens=view.num_tokens, peer_id=self._peer_id
-        )
+        return begun_to_pb(Begun(peer_id=self._peer_id, view=view))
 
     async def RenewTransfers(self, request: pb.RenewTransfersRequest, context: Context) -> pb.RenewTransfersReply:
         """Extend the leases of running transfers; answers with those that have ended."""
@@ -133,9 +132,10 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
 
     async def EndTransfer(self, request: pb.EndTransferRequest, context: Context) -> pb.EndTransferReply:
         """Take note of a transfer's outcome."""
-        known = self.offers.end(request.transfer_id, request.committed, request.reason)
+        end = end_from_pb(request)
+        known = self.offers.end(end.transfer_id, end.committed, end.reason)
         self.settle()
-        return pb.EndTransferReply(known=known)
+        return ended_to_pb(Ended(known=known))
 
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Context) -> AsyncIterator[pb.BlockChunk]:
         """Stream blocks, and with each chunk the generation words read after its data were copied."""

@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -24,11 +23,11 @@ from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, open_chan
 from pdmesh.errors import MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.messages import GroupBlocks
-from pdmesh.protocol.offers import RENEW_INTERVAL_S, OfferView
-from pdmesh.protocol.wire import blocks_from_pb, blocks_to_pb, error_from_pb, to_ms
+from pdmesh.protocol.offers import RENEW_INTERVAL_S
+from pdmesh.protocol.transfers import Begin, Begun, End, begin_to_pb, begun_from_pb, end_to_pb, ended_from_pb
 from pdmesh.security import MeshSecret
 
-__all__ = ["Begin", "Begun", "Peer", "PeerDirectory"]
+__all__ = ["Ask", "Peer", "PeerDirectory"]
 
 log = logging.getLogger(__name__)
 
@@ -41,19 +40,7 @@ Detach = Callable[[str], None]
 """Disconnects the worker half from a peer id; never blocks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """What an owner said to a begin."""
-
-    peer_id: str
-    """Of who answered; empty when an owner of an earlier release did not say."""
-    view: OfferView | None = None
-    """What may be read; None with no error: there is nothing to read."""
-    error: MeshError | None = None
-    """Why it refused (TransferFailed, Forbidden)."""
-
-
-Begin = Callable[[Peer, str], Awaitable[Begun]]
+Ask = Callable[[Peer, str], Awaitable[Begun]]
 """Asks a peer to begin the transfer of a given id."""
 
 
@@ -166,23 +153,22 @@ class PeerDirectory:
         Who answers may be the successor of `peer`, whose memory is not the one attached: compare. Raises PeerUnavailable or
         HandshakeRefused when nobody of this mesh answers.
         """
-        request = pb.BeginTransferRequest(
+        begin = Begin(
             transfer_id=transfer_id,
             consumer_id=self._peer_id,
             offer_id=offer_id,
             digest=digest,
-            groups=[blocks_to_pb(group) for group in groups or []],
-            remaining_ms=to_ms(remaining_s),
+            groups=groups or [],
+            remaining_s=remaining_s,
         )
         async with self._calling(peer):
             reply: pb.BeginTransferReply = await peer.stub.BeginTransfer(
-                request, timeout=min(CALL_TIMEOUT_S, remaining_s), metadata=self._secret.call_metadata()
+                begin_to_pb(begin), timeout=min(CALL_TIMEOUT_S, remaining_s), metadata=self._secret.call_metadata()
             )
-        if reply.HasField("error"):
-            return Begun(peer_id=reply.peer_id, error=error_from_pb(reply.error))
-        self.track(peer, transfer_id)
-        view = OfferView(groups=[blocks_from_pb(group) for group in reply.groups], num_tokens=reply.num_tokens)
-        return Begun(peer_id=reply.peer_id, view=view)
+        begun = begun_from_pb(reply)
+        if begun.error is None:
+            self.track(peer, transfer_id)
+        return begun
 
     def track(self, peer: Peer, transfer_id: str) -> None:
         """Renew a transfer that the owner knows already (a tier lookup's) until `end`."""
@@ -199,14 +185,14 @@ class PeerDirectory:
         if peer is None:
             return False
         peer.transfers.discard(transfer_id)
-        request = pb.EndTransferRequest(transfer_id=transfer_id, committed=committed, reason=reason)
+        request = end_to_pb(End(transfer_id=transfer_id, committed=committed, reason=reason))
         known = False
         try:
             async with self._calling(peer):
                 reply: pb.EndTransferReply = await peer.stub.EndTransfer(
                     request, timeout=END_TIMEOUT_S, metadata=self._secret.call_metadata()
                 )
-            known = reply.known
+            known = ended_from_pb(reply).known
         except MeshError as exc:
             log.debug("%s was not told of the end of %s: %s", peer_id, transfer_id, exc.message)
         if not committed and reason.startswith((PullEnd.PEER_LOST, ERROR_PREFIX)):

@@ -215,7 +215,7 @@ class EngineState:
                 del self.compiling[request.request_id]
             load = self.ledger.find_load(sequence)
             if load is not None:
-                load.owner, load.quarantined = None, self.kv.detach(sequence)
+                load.quarantine(self.kv.detach(sequence))
                 self.outbox.cancels.append(load.source.transfer_id)
             self.kv.forget(sequence)
             self.kv.release(sequence)
@@ -366,7 +366,7 @@ class EngineState:
                 load = self.ledger.find_load(sequence)
                 if load is None:
                     raise BrokenSequence(sequence, f"{sequence} waits for no pull")
-                load.owner, load.quarantined = None, self.kv.detach(sequence)
+                load.quarantine(self.kv.detach(sequence))
                 self.outbox.cancels.append(load.source.transfer_id)
         self.kv.release(sequence)
 

@@ -80,7 +80,7 @@ class RemoteKV:
         Failed KV is never read: its blocks go back before anything else happens.
         """
         state = self._state
-        load = state.ledger.end_load(result.transfer_id)
+        load = state.ledger.end_load(result.transfer_id, arrived=not result.reason)
         if load is None:
             return None
         sequence = load.owner

@@ -25,7 +25,9 @@ from pdmesh.protocol.states import (
     Reason,
     TransferEvent,
     TransferState,
+    event_of_end,
 )
+from pdmesh.protocol.transfers import OfferView
 
 __all__ = ["EndedOffer", "OfferState", "OfferTable", "OfferView", "Reason", "TransferState"]
 
@@ -39,18 +41,6 @@ RENEW_INTERVAL_S = 2.0
 """How often whoever needs an offer or a transfer renews it."""
 NUM_REMEMBERED = 4096
 """Ended offers and transfers that are remembered, so that a late call learns what became of them."""
-
-
-ABORT_REASONS = frozenset({"cancelled", "aborted"})
-"""Reasons of a consumer that changed its mind, as opposed to one whose read failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfferView:
-    """What a consumer may read."""
-
-    groups: list[GroupBlocks]
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,10 +217,7 @@ class OfferTable:
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             return False
-        if committed:
-            self._end_transfer(transfer, TransferEvent.COMMIT)
-        else:
-            self._end_transfer(transfer, TransferEvent.ABORT if reason in ABORT_REASONS else TransferEvent.FAIL)
+        self._end_transfer(transfer, event_of_end(committed, reason))
         return True
 
     def release(self, offer_id: str) -> bool:

@@ -1,9 +1,12 @@
 """What an offer and a transfer go through: two tables of (state, event) -> state; what is not in a table cannot happen.
 
-An *offer* holds blocks for whoever has its ticket; a *transfer* is one consumer's attempt to read them.
+An *offer* holds blocks for whoever has its ticket; a *transfer* is one consumer's attempt to read them. Both ends keep a
+transfer by the same table: the owner from the begin that it hears, the consumer from the begin that it sends. A third, small
+table is about the blocks that a transfer writes into.
 
     offer      OPEN ──seal──► SEALED ──release / lease──► CLOSING ──last transfer ends──► ENDED
     transfer   OPEN ──begin──► READING ──► COMMITTED | FAILED | EXPIRED | ABORTED
+    landing    EXPECTED ──arrived──► USABLE, or ──unwanted──► QUARANTINED ──writer stopped──► FENCED
 """
 
 from enum import Enum, StrEnum
@@ -52,11 +55,57 @@ OFFER_TABLE: dict[tuple[OfferState, OfferEvent], OfferState] = {
 TRANSFER_TABLE: dict[tuple[TransferState, TransferEvent], TransferState] = {
     (TransferState.OPEN, TransferEvent.BEGIN): TransferState.READING,
     (TransferState.OPEN, TransferEvent.REFUSE): TransferState.FAILED,
+    # The consumer gave up before it had its begin's answer.
+    (TransferState.OPEN, TransferEvent.FAIL): TransferState.FAILED,
+    (TransferState.OPEN, TransferEvent.ABORT): TransferState.ABORTED,
     (TransferState.READING, TransferEvent.COMMIT): TransferState.COMMITTED,
     (TransferState.READING, TransferEvent.FAIL): TransferState.FAILED,
     (TransferState.READING, TransferEvent.EXPIRE): TransferState.EXPIRED,
     (TransferState.READING, TransferEvent.ABORT): TransferState.ABORTED,
 }
+
+
+class LandingState(Enum):
+    """Of the consumer's blocks that a transfer's bytes are written into."""
+
+    EXPECTED = "expected"
+    """Somebody waits for them; they may be written at any moment."""
+    QUARANTINED = "quarantined"
+    """Nobody wants them any more, and they may still be written: nobody else may have them."""
+    USABLE = "usable"
+    """All is there, and nothing writes any more."""
+    FENCED = "fenced"
+    """They hold garbage, and nothing writes any more."""
+
+
+class LandingEvent(Enum):
+    ARRIVED = "arrived"
+    """The writer has written all, and has stopped."""
+    STOPPED = "stopped"
+    """The writer has stopped before all was written, or can write no more."""
+    UNWANTED = "unwanted"
+    """Whoever waited has gone, or waits no longer."""
+
+
+LANDING_TABLE: dict[tuple[LandingState, LandingEvent], LandingState] = {
+    (LandingState.EXPECTED, LandingEvent.ARRIVED): LandingState.USABLE,
+    (LandingState.EXPECTED, LandingEvent.STOPPED): LandingState.FENCED,
+    (LandingState.EXPECTED, LandingEvent.UNWANTED): LandingState.QUARANTINED,
+    # No lease and no deadline is among the events: time stops no writer.
+    (LandingState.QUARANTINED, LandingEvent.ARRIVED): LandingState.FENCED,
+    (LandingState.QUARANTINED, LandingEvent.STOPPED): LandingState.FENCED,
+}
+
+
+ABORT_REASONS = frozenset({"cancelled", "aborted"})
+"""Reasons of a consumer that changed its mind, as opposed to one whose read failed."""
+
+
+def event_of_end(committed: bool, reason: str) -> TransferEvent:
+    """What a consumer's word on its transfer means, at either end."""
+    if committed:
+        return TransferEvent.COMMIT
+    return TransferEvent.ABORT if reason in ABORT_REASONS else TransferEvent.FAIL
 
 
 class Reason(StrEnum):

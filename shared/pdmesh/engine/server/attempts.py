@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.connector.active import PullEnd
-from pdmesh.connector.peers import Begin, Peer, PeerDirectory
+from pdmesh.connector.peers import Ask, Peer, PeerDirectory
 from pdmesh.engine.server.fetches import ABORTED, Fetch, Fetches, Origin
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.requests import RunningRequest
 from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable, TransferFailed
-from pdmesh.protocol.offers import OfferView
+from pdmesh.protocol.transfers import OfferView
 
 RESTARTED = "restarted"
 
@@ -45,7 +45,7 @@ class Attempts:
         self._peers = peers
         self._fetches = fetches
 
-    async def begin(self, target: Target, ask: Begin) -> tuple[Fetch, OfferView] | None:
+    async def begin(self, target: Target, ask: Ask) -> tuple[Fetch, OfferView] | None:
         """Begin a pull at its owner; None when the owner answers that it holds nothing of use.
 
         Raises TransferFailed, Forbidden, HandshakeRefused or PeerUnavailable. The fetch is in the table from before the call:
@@ -77,6 +77,7 @@ class Attempts:
             if begun.view is None:
                 self._fetches.discard(fetch)
                 return None
+            self._fetches.begun(fetch)
             return fetch, begun.view
         raise AssertionError("the last try returns or raises")
 
@@ -88,7 +89,7 @@ class Attempts:
             origin=target.origin,
             running=target.running,
         )
-        self._fetches.begun(fetch, target.deadline_s)
+        self._fetches.open(fetch, target.deadline_s)
         return fetch
 
     async def _owner(self, target: Target) -> Peer:

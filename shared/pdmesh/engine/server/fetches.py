@@ -1,4 +1,7 @@
-"""Pulls that this engine's requests have begun at other pools: each ends exactly once, and its owner is told how."""
+"""Pulls that this engine's requests have begun at other pools: each ends exactly once, and its owner is told how.
+
+The consumer's end of `TRANSFER_TABLE`: a fetch is open from before its begin is sent, and reads once the owner has agreed.
+"""
 
 import asyncio
 import logging
@@ -11,6 +14,7 @@ from pdmesh.connector.peers import PeerDirectory
 from pdmesh.engine.messages import TransferEnded
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RunningRequest
+from pdmesh.protocol.states import TRANSFER_TABLE, TransferEvent, TransferState, event_of_end
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +50,11 @@ class Fetch:
     origin: Origin
     running: RunningRequest
     timer: asyncio.TimerHandle | None = None
+    state: TransferState = TransferState.OPEN
+
+    def on(self, event: TransferEvent) -> None:
+        """Move on. Raises KeyError for what cannot happen in this state."""
+        self.state = TRANSFER_TABLE[self.state, event]
 
 
 class Tasks(Protocol):
@@ -66,17 +75,23 @@ class Fetches:
     def __len__(self) -> int:
         return len(self._open)
 
-    def begun(self, fetch: Fetch, deadline_s: float) -> None:
-        """Note a pull whose owner waits to hear of its end."""
+    def open(self, fetch: Fetch, deadline_s: float) -> None:
+        """Note a pull before its begin is sent: from then on its owner waits to hear of its end."""
         loop = asyncio.get_running_loop()
-        fetch.timer = loop.call_later(deadline_s + REPORT_GRACE_S, self._end, fetch, Outcome.FAILED, "unreported")
+        fetch.timer = loop.call_later(deadline_s + REPORT_GRACE_S, self._end, fetch, False, "unreported")
         self._open[fetch.transfer_id] = fetch
+
+    def begun(self, fetch: Fetch) -> None:
+        """The owner lets it read."""
+        # Whoever ended it meanwhile has told the owner.
+        if fetch.transfer_id in self._open:
+            fetch.on(TransferEvent.BEGIN)
 
     def abandon(self, running: RunningRequest) -> None:
         """End the pulls of a request that the core has never seen; the core reports the others itself."""
         if not running.in_core:
             for fetch in [each for each in self._open.values() if each.running is running]:
-                self._end(fetch, Outcome.FAILED, ABORTED)
+                self._end(fetch, committed=False, reason=ABORTED)
 
     def ended(self, message: TransferEnded) -> Fetch | None:
         """Take the core's report and tell the owner; None when the pull had ended already."""
@@ -91,30 +106,32 @@ class Fetches:
                 metrics.nixl_bytes.observe(message.num_bytes)
             else:
                 metrics.nixl_failed.inc()
-        self._end(fetch, Outcome.COMMITTED if message.committed else Outcome.FAILED, message.reason)
+        self._end(fetch, message.committed, message.reason)
         return fetch
 
     def failed(self, fetch: Fetch, reason: str) -> None:
         """The owner refused to begin, or could not be asked."""
-        self._end(fetch, Outcome.FAILED, reason)
+        self._end(fetch, committed=False, reason=reason)
 
     async def give_up(self, fetch: Fetch, reason: str) -> None:
         """Take a begin back, and return when its owner has heard of it or cannot be told."""
-        if self._strike_off(fetch, Outcome.FAILED, reason):
-            await self._tell_owner(fetch, Outcome.FAILED, reason)
+        if self._strike_off(fetch, committed=False, reason=reason):
+            await self._tell_owner(fetch, reason)
 
     def discard(self, fetch: Fetch) -> None:
         """Nothing was begun: the owner answered that it holds nothing."""
         self._take_out(fetch)
 
-    def _end(self, fetch: Fetch, outcome: Outcome, reason: str) -> None:
-        if self._strike_off(fetch, outcome, reason):
-            self._tasks.create_task(self._tell_owner(fetch, outcome, reason))
+    def _end(self, fetch: Fetch, committed: bool, reason: str) -> None:
+        if self._strike_off(fetch, committed, reason):
+            self._tasks.create_task(self._tell_owner(fetch, reason))
 
-    def _strike_off(self, fetch: Fetch, outcome: Outcome, reason: str) -> bool:
+    def _strike_off(self, fetch: Fetch, committed: bool, reason: str) -> bool:
         """Take a pull out of the table and count how it ended; False when it had ended before."""
         if not self._take_out(fetch):
             return False
+        fetch.on(event_of_end(committed, reason))
+        outcome = Outcome.COMMITTED if committed else Outcome.FAILED
         # What follows the colon names blocks or paths: no label should.
         self._metrics.transfers.inc(outcome, reason.partition(":")[0], fetch.connector, fetch.origin)
         return True
@@ -126,9 +143,9 @@ class Fetches:
             fetch.timer.cancel()
         return True
 
-    async def _tell_owner(self, fetch: Fetch, outcome: Outcome, reason: str) -> None:
+    async def _tell_owner(self, fetch: Fetch, reason: str) -> None:
         try:
-            await self._peers.end(fetch.peer_id, fetch.transfer_id, outcome is Outcome.COMMITTED, reason)
+            await self._peers.end(fetch.peer_id, fetch.transfer_id, fetch.state is TransferState.COMMITTED, reason)
             if reason == PullEnd.PEER_LOST:
                 # Shake hands anew before the next pull: the peer's memory is gone, or the core let go of it.
                 self._peers.forget(fetch.peer_id)

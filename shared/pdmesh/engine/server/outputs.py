@@ -30,7 +30,7 @@ from pdmesh.engine.server.requests import RequestTable, RunningRequest
 from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.errors import from_code
 from pdmesh.protocol.messages import ChoiceDelta
-from pdmesh.protocol.offers import ABORT_REASONS
+from pdmesh.protocol.states import ABORT_REASONS
 
 SERVED = ("stop", "length", "repetition")
 """How choices end whose prompt has been computed."""

@@ -7,7 +7,7 @@ same policy there. A ticket or parameters that nobody of this mesh made are refu
 from functools import partial
 
 from pdmesh.config import EngineConfig
-from pdmesh.connector.peers import Begun, Peer, PeerDirectory
+from pdmesh.connector.peers import Peer, PeerDirectory
 from pdmesh.engine.messages import CoreReady
 from pdmesh.engine.server.attempts import Attempts, Target, reason_of
 from pdmesh.engine.server.fetches import Fetch, Origin
@@ -19,8 +19,8 @@ from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.engine.server.transfer_params import RemoteKV
 from pdmesh.errors import PeerError, PeerUnavailable, TransferFailed
 from pdmesh.protocol.messages import GroupBlocks, KVSource
-from pdmesh.protocol.offers import OfferView
 from pdmesh.protocol.ticket import Ticket, unseal
+from pdmesh.protocol.transfers import Begun, OfferView
 from pdmesh.security import MeshSecret
 
 # A pull of a whole context takes seconds at most; a peer that takes longer is better replaced by computing.

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from pdmesh.connector.handshake import translated
-from pdmesh.connector.peers import Begin, Begun, Peer, PeerDirectory
+from pdmesh.connector.peers import Ask, Peer, PeerDirectory
 from pdmesh.engine.messages import BlocksComputed, CoreReady
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.metrics import EngineMetrics
@@ -25,7 +25,7 @@ from pdmesh.errors import MeshError
 from pdmesh.lifecycle import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2
 from pdmesh.protocol.mesh_pb2_grpc import KVCacheStub
-from pdmesh.protocol.offers import OfferView
+from pdmesh.protocol.transfers import Begun, OfferView
 from pdmesh.protocol.wire import blocks_from_pb, to_ms
 from pdmesh.security import MeshSecret
 
@@ -97,7 +97,7 @@ class TierClient:
         """Whether the log says already that it is away."""
 
     async def find(
-        self, attempt: Callable[[Begin], Awaitable[BegunT | None]], keys: list[bytes], remaining_s: float
+        self, attempt: Callable[[Ask], Awaitable[BegunT | None]], keys: list[bytes], remaining_s: float
     ) -> BegunT | None:
         """Have `attempt` begin a pull of the longest prefix of `keys` that the tier holds.
 

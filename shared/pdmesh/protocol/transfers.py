@@ -1,0 +1,124 @@
+"""What owner and consumer say to each other of a transfer, and how the wire has it; pure functions, like those of `wire.py`."""
+
+from dataclasses import dataclass, field
+
+from pdmesh.errors import MeshError
+from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol.messages import GroupBlocks
+from pdmesh.protocol.wire import blocks_from_pb, blocks_to_pb, error_from_pb, error_to_pb, to_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferView:
+    """What a consumer may read."""
+
+    groups: list[GroupBlocks]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """A consumer asks to read an offer."""
+
+    transfer_id: str
+    """Minted by the consumer, one per attempt."""
+    consumer_id: str
+    """`engine_id@epoch` of who asks."""
+    offer_id: str
+    digest: bytes
+    """`request_digest` of the request it is for."""
+    groups: list[GroupBlocks] = field(default_factory=list)
+    """Which blocks; empty: all of the offer's."""
+    remaining_s: float
+    """How long the consumer's own request may still want it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """What an owner said to a begin."""
+
+    peer_id: str
+    """Of who answered; empty when an owner of an earlier release did not say."""
+    view: OfferView | None = None
+    """What may be read; None with no error: there is nothing to read."""
+    error: MeshError | None = None
+    """Why it refused (TransferFailed, Forbidden)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """A consumer's word on how its transfer ended."""
+
+    transfer_id: str
+    committed: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What an owner said to an end."""
+
+    known: bool
+    """Whether the transfer ran until now."""
+
+
+def begin_to_pb(begin: Begin) -> pb.BeginTransferRequest:
+    """Encode a begin."""
+    return pb.BeginTransferRequest(
+        transfer_id=begin.transfer_id,
+        consumer_id=begin.consumer_id,
+        offer_id=begin.offer_id,
+        digest=begin.digest,
+        groups=[blocks_to_pb(group) for group in begin.groups],
+        remaining_ms=to_ms(begin.remaining_s),
+    )
+
+
+def begin_from_pb(message: pb.BeginTransferRequest) -> Begin:
+    """Decode a begin."""
+    return Begin(
+        transfer_id=message.transfer_id,
+        consumer_id=message.consumer_id,
+        offer_id=message.offer_id,
+        digest=message.digest,
+        groups=[blocks_from_pb(group) for group in message.groups],
+        remaining_s=message.remaining_ms / 1000,
+    )
+
+
+def begun_to_pb(begun: Begun) -> pb.BeginTransferReply:
+    """Encode the answer to a begin."""
+    if begun.error is not None:
+        return pb.BeginTransferReply(error=error_to_pb(begun.error), peer_id=begun.peer_id)
+    view = begun.view or OfferView(groups=[], num_tokens=0)
+    return pb.BeginTransferReply(
+        groups=[blocks_to_pb(group) for group in view.groups], num_tokens=view.num_tokens, peer_id=begun.peer_id
+    )
+
+
+def begun_from_pb(message: pb.BeginTransferReply) -> Begun:
+    """Decode the answer to a begin: a view or an error."""
+    if message.HasField("error"):
+        return Begun(peer_id=message.peer_id, error=error_from_pb(message.error))
+    view = OfferView(groups=[blocks_from_pb(group) for group in message.groups], num_tokens=message.num_tokens)
+    return Begun(peer_id=message.peer_id, view=view)
+
+
+def end_to_pb(end: End) -> pb.EndTransferRequest:
+    """Encode an end."""
+    return pb.EndTransferRequest(transfer_id=end.transfer_id, committed=end.committed, reason=end.reason)
+
+
+def end_from_pb(message: pb.EndTransferRequest) -> End:
+    """Decode an end."""
+    return End(transfer_id=message.transfer_id, committed=message.committed, reason=message.reason)
+
+
+def ended_to_pb(ended: Ended) -> pb.EndTransferReply:
+    """Encode the answer to an end."""
+    return pb.EndTransferReply(known=ended.known)
+
+
+def ended_from_pb(message: pb.EndTransferReply) -> Ended:
+    """Decode the answer to an end."""
+    return Ended(known=message.known)
