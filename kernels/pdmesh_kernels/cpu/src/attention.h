@@ -11,12 +11,13 @@ namespace {
 // What a task works in; lives in the thread's scratch.
 struct alignas(64) AttentionSpace {
     float scores[TILE_ROWS * SCORE_STRIDE];
-    float split_outputs[TILE_ROWS * 256], outputs[TILE_ROWS * 256];
+    float split_result[TILE_ROWS * (256 + 2)], outputs[TILE_ROWS * 256];
     alignas(64) float queries[TILE_ROWS * 256];  // or as many bf16
     uint16_t expanded[PDM_SPLIT * 256];
     float key_scales[PDM_SPLIT], value_scales[PDM_SPLIT];
-    float maxima[TILE_ROWS], sums[TILE_ROWS];
-    Joined joined[TILE_ROWS];
+    Sight sights[TILE_ROWS];
+    Seen seen[TILE_ROWS];
+    Joined joined;
 };
 static_assert(sizeof(AttentionSpace) <= SCRATCH_BYTES);
 
@@ -32,17 +33,10 @@ struct TileRows {
     Sight sight(int row) const { return sight_of(context_ + (row_begin_ + row) / group_, window_); }
     // What the tile's rows see together.
     Sight sight() const { return {sight(0).begin, sight(count - 1).end}; }
-    // Those of a split that a row sees.
-    Seen seen(int row, int split) const {
-        const Sight all = sight(row);
-        const int64_t start = int64_t{split} * PDM_SPLIT;
-        return {int(clamp(all.begin - start)), int(clamp(all.end - start))};
-    }
     size_t query(int row) const { return (size_t(token(row)) * size_t(num_heads_) + size_t(head(row))) * size_t(width); }
     size_t output(int row, size_t stride, int head_dim) const { return size_t(token(row)) * stride + size_t(head(row)) * size_t(head_dim); }
 
   private:
-    static int64_t clamp(int64_t key) { return key < 0 ? 0 : key > PDM_SPLIT ? PDM_SPLIT : key; }
     int64_t token(int row) const { return first_token_ + (row_begin_ + row) / group_; }
     int head(int row) const { return first_head_ + (row_begin_ + row) % group_; }
     const int group_, num_heads_, first_head_, row_begin_;
@@ -75,6 +69,12 @@ inline void write_output(const pdm_attention_args &args, size_t at, const float 
     }
 }
 
+// Those keys of split number `index` that a query sees.
+inline Seen seen_of(const Sight &sight, int index) {
+    const int64_t start = int64_t{index} * PDM_SPLIT, begin = sight.begin - start, end = sight.end - start;
+    return {int(begin < 0 ? 0 : begin > PDM_SPLIT ? PDM_SPLIT : begin), int(end < 0 ? 0 : end > PDM_SPLIT ? PDM_SPLIT : end)};
+}
+
 inline void read_scales(const Split &split, AttentionSpace &space) {
     for (int step = split.step_begin; step < split.step_end; step++) {
         memcpy(space.key_scales + step * STEP_KEYS, split.key_scales[step], STEP_KEYS * 4);
@@ -92,10 +92,13 @@ void attend_by(const pdm_attention_args &args, const pdm_batch &batch, const Att
     const bool is_i8 = kv.dtype == PDM_I8;
 
     Query *const queries = reinterpret_cast<Query *>(space.queries);
-    for (int row = 0; row < rows.count; row++) read_query(queries + row * width, args, rows.query(row), width);
+    for (int row = 0; row < rows.count; row++) {
+        read_query(queries + row * width, args, rows.query(row), width);
+        space.sights[row] = rows.sight(row);
+    }
     if (!task.partial) {
         memset(space.outputs, 0, size_t(rows.count) * size_t(width) * 4);
-        for (int row = 0; row < rows.count; row++) space.joined[row] = {};
+        begin_joined(space.joined);
     }
     Scoring scoring{args.soft_cap != 0.0f ? LOG2_E : args.scale * LOG2_E, args.scale, args.soft_cap, nullptr, nullptr, 0, 0};
     if (is_i8) {
@@ -113,28 +116,18 @@ void attend_by(const pdm_attention_args &args, const pdm_batch &batch, const Att
         if (is_i8) read_scales(split, space);
         scoring.step_begin = split.step_begin;
         scoring.step_end = split.step_end;
+        for (int row = 0; row < rows.count; row++) space.seen[row] = seen_of(space.sights[row], index);
+        float *const result = task.partial ? task.partial + size_t(index - task.split_begin) * result_floats(width) : space.split_result;
+        float *const maxima = result + TILE_ROWS * width, *const sums = maxima + TILE_ROWS;
         Product::scores(queries, rows.count, width, split, space.scores, space.expanded);
-        for (int row = 0; row < rows.count; row++)
-            softmax_row<typename Product::Share>(space.scores + row * SCORE_STRIDE, rows.seen(row, index), scoring, space.maxima[row],
-                                                 space.sums[row]);
-        Product::outputs(space.scores, rows.count, width, split, space.split_outputs, space.expanded);
-        float *const partial = task.partial ? task.partial + size_t(index - task.split_begin) * TILE_ROWS * size_t(width + 2) : nullptr;
-        for (int row = 0; row < rows.count; row++) {
-            const float *const output = space.split_outputs + row * width;
-            if (partial) {
-                float *const kept = partial + row * (width + 2);
-                memcpy(kept, output, size_t(width) * 4);
-                kept[width] = space.maxima[row];
-                kept[width + 1] = space.sums[row];
-            } else {
-                join(space.joined[row], space.outputs + row * width, width, space.maxima[row], space.sums[row], output);
-            }
-        }
+        softmax<typename Product::Share>(space.scores, rows.count, space.seen, scoring, maxima, sums);
+        Product::outputs(space.scores, rows.count, width, split, result, space.expanded);
+        if (!task.partial) join(space.joined, space.outputs, rows.count, width, result, maxima, sums);
         split = next;
     }
     if (task.partial) return;
     for (int row = 0; row < rows.count; row++)
-        write_output(args, rows.output(row, args.output_stride, kv.head_dim), space.outputs + row * width, space.joined[row].sum);
+        write_output(args, rows.output(row, args.output_stride, kv.head_dim), space.outputs + row * width, space.joined.sums[row]);
 }
 
 inline void attend(const pdm_attention_args &args, const pdm_batch &batch, const AttentionTask &task, void *scratch) {
@@ -158,15 +151,16 @@ inline void attend(const pdm_attention_args &args, const pdm_batch &batch, const
 inline void merge(const pdm_attention_args &args, const pdm_batch &batch, const AttentionTask &task) {
     const TileRows rows(args, batch, task);
     const int width = rows.width;
-    for (int row = 0; row < rows.count; row++) {
-        alignas(64) float output[256] = {};
-        Joined joined;
-        for (int index = 0; index < task.split_end - task.split_begin; index++) {
-            const float *const kept = task.partial + (size_t(index) * TILE_ROWS + size_t(row)) * size_t(width + 2);
-            join(joined, output, width, kept[width], kept[width + 1], kept);
-        }
-        write_output(args, rows.output(row, args.output_stride, args.kv->head_dim), output, joined.sum);
+    alignas(64) float outputs[TILE_ROWS * 256];
+    memset(outputs, 0, size_t(rows.count) * size_t(width) * 4);
+    Joined joined;
+    begin_joined(joined);
+    for (int index = 0; index < task.split_end - task.split_begin; index++) {
+        const float *const result = task.partial + size_t(index) * result_floats(width), *const maxima = result + TILE_ROWS * width;
+        join(joined, outputs, rows.count, width, result, maxima, maxima + TILE_ROWS);
     }
+    for (int row = 0; row < rows.count; row++)
+        write_output(args, rows.output(row, args.output_stride, args.kv->head_dim), outputs + row * width, joined.sums[row]);
 }
 
 }  // namespace

@@ -17,8 +17,8 @@ struct AttentionTask {
     int kv_head;
     int row_begin, row_end;  // at most 32 rows
     int split_begin, split_end;
-    // Where partial results go when a tile's splits are shared among tasks: f32 [split_end - split_begin][32 rows][P + 2] (output,
-    // maximum, sum) of this task's own splits; for `merge`, whose task has all of the tile's splits, the first one's.
+    // Where partial results go when a tile's splits are shared among tasks: result_floats(P) for each of this task's own splits; for
+    // `merge`, whose task has all of the tile's splits, the first one's.
     // nullptr: this task does all splits of the tile, merges them in order and writes the output.
     float *partial;
 };
@@ -55,6 +55,8 @@ extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels, amx_kern
 
 inline int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 inline int padded_head(int head_dim) { return round_up(head_dim, 32); }
+// One split's results of a tile: outputs [32 rows][P], maxima [32], sums [32].
+inline size_t result_floats(int width) { return size_t(TILE_ROWS) * size_t(width + 2); }
 // Where row `row` of a weight's matrix lies: gated ones have 16 of gate, then 16 of up in a panel.
 struct PanelPlace {
     int panel, column;

@@ -57,7 +57,7 @@ const char *plan_group(const pdm_batch &batch, int group, const pdm_kv &kv, int 
     for (const AttentionTask &tile : tiles) num_splits += tile.split_end - tile.split_begin;
     // A tile above this share is computed by several pieces; with one thread there is nobody to share with.
     const int64_t share = num_threads == 1 ? INT64_MAX : std::max<int64_t>(1, num_splits / (num_threads * SHARES_PER_THREAD));
-    const size_t split_floats = size_t(TILE_ROWS) * size_t(padded_head(kv.head_dim) + 2);
+    const size_t split_floats = result_floats(padded_head(kv.head_dim));
     size_t num_partials = 0;
     for (const AttentionTask &tile : tiles)
         if (tile.split_end - tile.split_begin > share) num_partials += size_t(tile.split_end - tile.split_begin);
