@@ -1,4 +1,4 @@
-"""The life of a service: configuration, logging, an event loop that ends on SIGTERM, its HTTP and gRPC ports.
+"""The life of a service: configuration, logging, an event loop that ends on SIGTERM. What it serves with is in `servers`.
 
 A service's main is `run_service("decode", DecodeConfig, serve, argv, check=check)`. `check(config)` refuses cheaply what
 cannot work; with `--check-config` that is all. `serve(config, life)` opens its resources with `async with`, calls
@@ -13,32 +13,21 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
-
-import grpc
-import grpc.aio
-import uvicorn
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from pdmesh.config import ServiceConfig, load_config, unknown_variables
-from pdmesh.decoding import DecodeInterceptor
 from pdmesh.errors import ConfigError, MeshError
-from pdmesh.http_protocol import BoundedHttpProtocol
 from pdmesh.logging import setup_logging
 from pdmesh.parent import die_with_parent
-from pdmesh.security import AuthInterceptor, MeshSecret
 
 __all__ = [
-    "GRPC_OPTIONS",
     "Life",
     "advertised_host",
+    "bind",
     "check_ports",
     "die_with_parent",
-    "grpc_server",
-    "http_server",
+    "port_in_use",
     "run_service",
     "unless_stopped_early",
 ]
@@ -46,22 +35,6 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 ServiceConfigT = TypeVar("ServiceConfigT", bound=ServiceConfig)
-
-HTTP_BACKLOG = 2048
-# One frame may carry a 1 M token prompt (4 MB as varints) or a chunk of KV blocks.
-GRPC_MAX_MESSAGE_BYTES = 64 << 20
-GRPC_OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", GRPC_MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", GRPC_MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),
-    # For hosts that vanish while all is at rest; whoever waits for an answer has a deadline or a heartbeat of its own.
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-]
 
 
 class Life:
@@ -220,79 +193,11 @@ def check_ports(host: str, **ports: int) -> None:
     Each is named as its setting is: `check_ports(host, port=8200, grpc_port=8201)`.
     """
     for setting, port in ports.items():
-        _bind(host, port, setting).close()
+        bind(host, port, setting).close()
 
 
-@asynccontextmanager
-async def http_server(app: Any, host: str, port: int) -> AsyncIterator[int]:
-    """Serve an ASGI app; yields the bound port. Raises ConfigError when the port is taken. Closing waits for no client."""
-    bound = _bind(host, port, "port")
-    # From here on clients can connect; they wait in the backlog until uvicorn has started.
-    bound.listen(HTTP_BACKLOG)
-    server = _QuietServer(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            date_header=False,
-            timeout_graceful_shutdown=1,
-            http=BoundedHttpProtocol,
-            ws="none",
-        )
-    )
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    task = asyncio.create_task(server._serve([bound]))
-    try:
-        yield bound.getsockname()[1]
-    finally:
-        server.ended.set()
-        await task
-        bound.close()
-
-
-class _QuietServer(uvicorn.Server):
-    """uvicorn without its ten ticks a second, which keep a Date header fresh that nobody needs: idle is free."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ended = asyncio.Event()
-
-    async def main_loop(self) -> None:
-        """Sleep until the server is to end."""
-        await self.on_tick(0)
-        await self.ended.wait()
-
-
-@asynccontextmanager
-async def grpc_server(
-    host: str, port: int, secret: MeshSecret, register: Callable[[grpc.aio.Server], list[str]]
-) -> AsyncIterator[int]:
-    """Serve gRPC with health and reflection behind the mesh secret; yields the bound port.
-
-    `register` adds the servicers and returns their full names. Raises ConfigError when the port is taken.
-    """
-    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[AuthInterceptor(secret), DecodeInterceptor()])
-    names = register(server)
-    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    _bind(host, port, "grpc_port").close()
-    try:
-        bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-    except RuntimeError as exc:
-        raise _port_in_use(host, port, "grpc_port") from exc
-    await server.start()
-    for name in ("", *names):
-        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    try:
-        yield bound
-    finally:
-        await health_servicer.enter_graceful_shutdown()
-        await server.stop(grace=1.0)
-
-
-def _bind(host: str, port: int, setting: str) -> socket.socket:
+def bind(host: str, port: int, setting: str) -> socket.socket:
+    """Bind a TCP socket. Raises ConfigError that names the setting."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; else small answers wait 40 ms for an ACK.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -305,11 +210,12 @@ def _bind(host: str, port: int, setting: str) -> socket.socket:
             raise ConfigError(f"host {host!r} is not an address of this machine") from exc
         if exc.errno == errno.EACCES:
             raise ConfigError(f"port {port} is for the superuser; choose another --{_flag(setting)}") from exc
-        raise _port_in_use(host, port, setting) from exc
+        raise port_in_use(host, port, setting) from exc
     return bound
 
 
-def _port_in_use(host: str, port: int, setting: str) -> ConfigError:
+def port_in_use(host: str, port: int, setting: str) -> ConfigError:
+    """What to raise when something else listens there."""
     return ConfigError(f"port {port} on {host} is in use; stop what listens there or choose another --{_flag(setting)}")
 
 

@@ -16,13 +16,13 @@ from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.peers import PeerDirectory
 from pdmesh.connector.pool import PoolShape
 from pdmesh.errors import Forbidden, HandshakeRefused, PeerUnavailable, TransferFailed
-from pdmesh.lifecycle import grpc_server
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc, offers
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import EndedOffer, OfferTable, Reason
 from pdmesh.protocol.states import TransferState
 from pdmesh.security import MeshSecret
+from pdmesh.servers import grpc_server
 from support.pool_node import SECRET, make_pool
 
 SHAPE = PoolShape(num_blocks=8, block_bytes=4096)

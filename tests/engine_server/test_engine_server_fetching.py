@@ -14,7 +14,6 @@ from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.pool import PoolShape
 from pdmesh.engine.messages import AddRequest, DisconnectPeer, TransferEnded
 from pdmesh.engine.server.assembly import Engine
-from pdmesh.lifecycle import grpc_server
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.messages import GenerateRequest, GroupBlocks
@@ -22,6 +21,7 @@ from pdmesh.protocol.offers import OfferTable
 from pdmesh.protocol.states import TransferState
 from pdmesh.protocol.ticket import Ticket, request_digest, seal
 from pdmesh.security import MeshSecret
+from pdmesh.servers import grpc_server
 from support.engines import SECRET, request
 from support.held_engine import READY, HeldCore, Inbox, counted, play
 from support.pool_node import make_pool

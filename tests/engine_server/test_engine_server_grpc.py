@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 
 from pdmesh.errors import DeadlineExceeded, Forbidden, InvalidRequest, TransferFailed
-from pdmesh.lifecycle import GRPC_OPTIONS
+from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.mesh_pb2_grpc import EngineStub
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest

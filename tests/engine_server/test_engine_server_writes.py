@@ -12,10 +12,10 @@ import grpc.aio
 import pytest
 
 from pdmesh.engine.server.orderly_writes import OrderlyWrites
-from pdmesh.lifecycle import grpc_server
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.security import MeshSecret
+from pdmesh.servers import grpc_server
 from support.engines import SECRET as ENGINES_SECRET
 
 SECRET = MeshSecret("a mesh secret for tests only")

@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from pdmesh.lifecycle import grpc_server
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.security import MeshSecret
+from pdmesh.servers import grpc_server
 
 SECRET = MeshSecret("a mesh secret for tests only")
 GARBAGE = b"\xff" * 40

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from openai import OpenAI
 from pdmesh.config import HttpConfig
-from pdmesh.lifecycle import http_server
 from pdmesh.openai.app import create_app
 from pdmesh.openai.generator import Generator
 from pdmesh.openai.serving import Role
 from pdmesh.openai.text import TextModel
+from pdmesh.servers import http_server
 from support.echo_generator import EchoGenerator
 
 

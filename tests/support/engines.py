@@ -16,7 +16,8 @@ from pdmesh.config import EngineConfig
 from pdmesh.engine.server.identity import Role
 from pdmesh.engine.server.service import serve_engine
 from pdmesh.errors import from_code
-from pdmesh.lifecycle import GRPC_OPTIONS, Life
+from pdmesh.grpc_options import GRPC_OPTIONS
+from pdmesh.lifecycle import Life
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.mesh_pb2_grpc import EngineStub
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, SamplingParams

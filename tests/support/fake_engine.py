@@ -17,14 +17,15 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
+from pdmesh.auth import AuthInterceptor
 from pdmesh.errors import MeshError, TransferFailed
-from pdmesh.lifecycle import GRPC_OPTIONS
+from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.mesh_pb2_grpc import EngineServicer, add_EngineServicer_to_server
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, TokenLogprobs
 from pdmesh.protocol.ticket import Ticket, request_digest, seal, unseal
 from pdmesh.protocol.wire import delta_to_pb, request_from_pb
-from pdmesh.security import AuthInterceptor, MeshSecret
+from pdmesh.security import MeshSecret
 
 SECRET = MeshSecret("a-secret-for-the-fakes")
 KV_BYTES = 4096

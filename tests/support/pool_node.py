@@ -25,10 +25,10 @@ from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
 from pdmesh.connector.registry import make_worker_connectors
-from pdmesh.lifecycle import grpc_server
 from pdmesh.parent import die_with_parent
 from pdmesh.protocol.offers import OfferTable
 from pdmesh.security import MeshSecret
+from pdmesh.servers import grpc_server
 
 SECRET = "a secret of the tests"
 

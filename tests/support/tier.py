@@ -21,11 +21,12 @@ from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.peers import PeerDirectory
 from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
 from pdmesh.connector.registry import make_worker_connectors
-from pdmesh.lifecycle import Life, grpc_server
+from pdmesh.lifecycle import Life
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.offers import OfferTable
 from pdmesh.security import MeshSecret
+from pdmesh.servers import grpc_server
 from pdmesh_kvcache.config import KVCacheConfig
 from pdmesh_kvcache.server import serve
 

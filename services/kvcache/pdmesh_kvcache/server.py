@@ -14,10 +14,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pdmesh.lifecycle import Life, check_ports, grpc_server, http_server
+from pdmesh.lifecycle import Life, check_ports
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.security import MeshSecret
+from pdmesh.servers import grpc_server, http_server
 from pdmesh_kvcache.arenas import ArenaSet
 from pdmesh_kvcache.backing import Backing
 from pdmesh_kvcache.config import KVCacheConfig

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc.aio
 
 from pdmesh.errors import Draining, MeshError, PeerUnavailable
-from pdmesh.lifecycle import GRPC_OPTIONS
+from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.openai.intake.size import num_listed_ids
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.mesh_pb2_grpc import EngineStub

@@ -5,11 +5,12 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 from pdmesh.errors import ConfigError
-from pdmesh.lifecycle import Life, check_ports, http_server, run_service
+from pdmesh.lifecycle import Life, check_ports, run_service
 from pdmesh.models.source import read_config, resolve
 from pdmesh.openai.app import create_app
 from pdmesh.openai.text import load_text_model
 from pdmesh.security import MeshSecret
+from pdmesh.servers import http_server
 from pdmesh_proxy.cluster import Cluster
 from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.handler import MeshGenerator

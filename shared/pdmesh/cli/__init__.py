@@ -1,5 +1,5 @@
 """The `pdmesh` command."""
 
-from pdmesh.cli.app import main
+from pdmesh.cli.main import main
 
 __all__ = ["main"]

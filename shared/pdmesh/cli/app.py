@@ -1,12 +1,12 @@
 """The `pdmesh` command: one name for the whole mesh, each service, and a client to try them with."""
 
-import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pdmesh import __version__
+from pdmesh.cli.main import become
 from pdmesh.errors import ConfigError, MeshError
 
 if TYPE_CHECKING:
@@ -59,31 +59,31 @@ def scale(
 @app.command(context_settings=PASS_ON)
 def proxy(context: typer.Context) -> None:
     """Run the proxy: the door for clients (`pdmesh proxy --help`)."""
-    _become("proxy", context.args)
+    become("proxy", context.args)
 
 
 @app.command(context_settings=PASS_ON)
 def prefill(context: typer.Context) -> None:
     """Run a prefill engine (`pdmesh prefill --help`)."""
-    _become("prefill", context.args)
+    become("prefill", context.args)
 
 
 @app.command(context_settings=PASS_ON)
 def decode(context: typer.Context) -> None:
     """Run a decode engine (`pdmesh decode --help`)."""
-    _become("decode", context.args)
+    become("decode", context.args)
 
 
 @app.command(context_settings=PASS_ON)
 def kvcache(context: typer.Context) -> None:
     """Run the KV-cache tier (`pdmesh kvcache --help`)."""
-    _become("kvcache", context.args)
+    become("kvcache", context.args)
 
 
 @app.command(context_settings=PASS_ON)
 def serve(context: typer.Context) -> None:
     """Run one engine alone behind the OpenAI API on port 8000: pdmesh serve MODEL (`pdmesh serve --help`)."""
-    _become("decode.serve", context.args)
+    become("serve", context.args)
 
 
 @app.command("run-batch", context_settings=PASS_ON)
@@ -146,11 +146,6 @@ def main() -> None:
         sys.exit(2 if isinstance(exc, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _become(service: str, args: list[str]) -> None:
-    """Replace this process by the service's own; shared code never imports a service."""
-    os.execv(sys.executable, [sys.executable, "-m", f"pdmesh_{service}", *args])
 
 
 def _parse_engines(texts: list[str]) -> "dict[Role, int]":

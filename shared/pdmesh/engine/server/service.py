@@ -1,29 +1,19 @@
-"""An engine service as its life: secret, text side and core of the model, peers, gRPC, HTTP, serve, drain, close."""
+"""An engine service as its life: secret, core and text side of the model, and the front when all are there."""
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from pdmesh.config import EngineConfig
-from pdmesh.connector.peers import PeerDirectory
 from pdmesh.engine.core_client import CoreClient
-from pdmesh.engine.kv_events_config import kv_events_config
-from pdmesh.engine.server.admin_routes import make_admin_router
-from pdmesh.engine.server.assembly import Engine, assemble
-from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.identity import Role, identify
-from pdmesh.engine.server.kv_event_publisher import KVEventPublisher
-from pdmesh.engine.server.stats_log import log_stats
-from pdmesh.errors import InternalError, MeshError
-from pdmesh.lifecycle import Life, advertised_host, grpc_server, http_server
+from pdmesh.lifecycle import Life
 from pdmesh.models.source import resolve
-from pdmesh.openai.app import create_app
-from pdmesh.openai.text import TextModel, load_text_model
 from pdmesh.security import MeshSecret
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from pdmesh.openai.text import TextModel
 
 
 async def serve_engine(config: EngineConfig, life: Life, role: Role) -> None:
@@ -36,81 +26,15 @@ async def serve_engine(config: EngineConfig, life: Life, role: Role) -> None:
         CoreClient(config, engine_id=identity.engine_id, epoch=identity.epoch, on_progress=life.progress) as core,
     ):
         text = await loading_text
-        core_peers = CorePeers(core)
-        async with (
-            contextlib.AsyncExitStack() as closing,
-            _publisher(config) as publisher,
-            PeerDirectory(
-                identity.peer_id,
-                secret,
-                list(config.connector),
-                core.ready.model_fingerprint,
-                core.ready.layout_fingerprints,
-                core_peers.attach,
-                core_peers.detach,
-                block_bytes=[core.ready.block_bytes],
-            ) as peers,
-            _task_group() as tasks,
-        ):
-            pool = core.pool()
-            closing.callback(pool.close)
-            engine = assemble(
-                config=config,
-                identity=identity,
-                secret=secret,
-                core=core,
-                pool=pool,
-                core_peers=core_peers,
-                peers=peers,
-                tasks=tasks,
-                publisher=publisher,
-            )
-            app = create_app(
-                generator=engine.generator, text=text, config=config, role="engine", registry=engine.registry
-            )
-            app.include_router(make_admin_router(config, engine.resets, publisher))
-            async with (
-                _background(tasks, engine, core, publisher, life),
-                grpc_server(config.host, config.grpc_port, secret, engine.register) as grpc_port,
-                http_server(app, config.host, config.port) as http_port,
-            ):
-                identity.address = f"{advertised_host(config)}:{grpc_port}"
-                if engine.tier is not None:
-                    await engine.tier.tried()
-                log.info(
-                    "%s serves %s on HTTP port %d and gRPC port %d",
-                    identity.engine_id,
-                    identity.model_name,
-                    http_port,
-                    grpc_port,
-                )
-                life.ready(
-                    http_port=http_port,
-                    grpc_port=grpc_port,
-                    engine_id=identity.engine_id,
-                    **_pairing_facts(core, config),
-                    **({} if publisher is None else {"kv_event_source": publisher.source()}),
-                )
-                await life.stopped()
-                await engine.drain(config.drain_timeout_s)
+        from pdmesh.engine.server.front import serve_front
 
-
-def _pairing_facts(core: CoreClient, config: EngineConfig) -> dict[str, object]:
-    """What decides with whom this engine can exchange KV, for the supervisor to compare."""
-    ready = core.ready
-    return {
-        "model_fingerprint": ready.model_fingerprint,
-        "dtype": ready.dtype,
-        "block_size": ready.block_size,
-        "layout": ",".join(ready.layout_fingerprints),
-        "connectors": [name for name in config.connector if name in ready.connectors],
-    }
+        await serve_front(config, life, identity=identity, secret=secret, core=core, text=text)
 
 
 @asynccontextmanager
-async def _text_model(model: str) -> AsyncIterator[asyncio.Task[TextModel]]:
-    """Load the tokenizer beside the core; the task's result is the text model."""
-    loading = asyncio.create_task(asyncio.to_thread(load_text_model, model))
+async def _text_model(model: str) -> AsyncIterator["asyncio.Task[TextModel]"]:
+    """Load the tokenizer, and import the front, beside the core; the task's result is the text model."""
+    loading = asyncio.create_task(asyncio.to_thread(_load_text_side, model))
     try:
         yield loading
     finally:
@@ -119,67 +43,9 @@ async def _text_model(model: str) -> AsyncIterator[asyncio.Task[TextModel]]:
         await asyncio.wait({loading})
 
 
-@asynccontextmanager
-async def _publisher(config: EngineConfig) -> AsyncIterator[KVEventPublisher | None]:
-    """Publish KV events where they are wanted."""
-    settings = kv_events_config(config)
-    if settings is None:
-        yield None
-        return
-    async with KVEventPublisher(settings, host=config.host) as publisher:
-        yield publisher
+def _load_text_side(model: str) -> "TextModel":
+    # In one thread, one after the other: two that import the same modules at once see them half made.
+    import pdmesh.engine.server.front  # noqa: F401
+    from pdmesh.openai.text import load_text_model
 
-
-@asynccontextmanager
-async def _background(
-    tasks: asyncio.TaskGroup, engine: Engine, core: CoreClient, publisher: KVEventPublisher | None, life: Life
-) -> AsyncIterator[None]:
-    """Run what an engine does besides answering calls."""
-    parts: list[tuple[str, Coroutine[object, object, None]]] = [
-        ("outputs", engine.outputs.run(core)),
-        ("leases", engine.handoff.owner.run()),
-        ("statistics", log_stats(engine.board)),
-        ("core", _watch_core(core, engine, life)),
-    ]
-    if engine.tier is not None:
-        parts.append(("tier", engine.tier.run()))
-    if publisher is not None:
-        parts.append(("KV events' replay", publisher.run()))
-    running = [tasks.create_task(_guard(name, part, life), name=name) for name, part in parts]
-    try:
-        yield
-    finally:
-        for task in running:
-            task.cancel()
-
-
-async def _guard(name: str, part: Coroutine[object, object, None], life: Life) -> None:
-    """A part that fails takes the service down: half an engine is worse than none."""
-    try:
-        await part
-    except MeshError as exc:
-        life.stop(exc)
-    except Exception as exc:
-        log.exception("%s failed", name)
-        life.stop(InternalError(f"{name} failed: {type(exc).__name__}: {exc}"))
-
-
-async def _watch_core(core: CoreClient, engine: Engine, life: Life) -> None:
-    what = await core.died()
-    engine.core_died(str(what or "unknown cause"))
-    life.stop(InternalError("the engine core died; see its log above"))
-
-
-@asynccontextmanager
-async def _task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup whose body's own error comes out as it is."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            yield tasks
-    except BaseExceptionGroup as group:
-        raise _first(group) from None
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+    return load_text_model(model)

@@ -22,7 +22,7 @@ from pdmesh.engine.messages import BlocksComputed, CoreReady
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.errors import MeshError
-from pdmesh.lifecycle import GRPC_OPTIONS
+from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2
 from pdmesh.protocol.mesh_pb2_grpc import KVCacheStub
 from pdmesh.protocol.transfers import Begun, OfferView

@@ -1,0 +1,90 @@
+"""What a service is reached by: its HTTP and gRPC servers, as contexts that yield the bound port."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import uvicorn
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdmesh.auth import AuthInterceptor
+from pdmesh.decoding import DecodeInterceptor
+from pdmesh.grpc_options import GRPC_OPTIONS
+from pdmesh.http_protocol import BoundedHttpProtocol
+from pdmesh.lifecycle import bind, port_in_use
+from pdmesh.security import MeshSecret
+
+HTTP_BACKLOG = 2048
+
+
+@asynccontextmanager
+async def http_server(app: Any, host: str, port: int) -> AsyncIterator[int]:
+    """Serve an ASGI app; yields the bound port. Raises ConfigError when the port is taken. Closing waits for no client."""
+    bound = bind(host, port, "port")
+    # From here on clients can connect; they wait in the backlog until uvicorn has started.
+    bound.listen(HTTP_BACKLOG)
+    server = _QuietServer(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            date_header=False,
+            timeout_graceful_shutdown=1,
+            http=BoundedHttpProtocol,
+            ws="none",
+        )
+    )
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    task = asyncio.create_task(server._serve([bound]))
+    try:
+        yield bound.getsockname()[1]
+    finally:
+        server.ended.set()
+        await task
+        bound.close()
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its ten ticks a second, which keep a Date header fresh that nobody needs: idle is free."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ended = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Sleep until the server is to end."""
+        await self.on_tick(0)
+        await self.ended.wait()
+
+
+@asynccontextmanager
+async def grpc_server(
+    host: str, port: int, secret: MeshSecret, register: Callable[[grpc.aio.Server], list[str]]
+) -> AsyncIterator[int]:
+    """Serve gRPC with health and reflection behind the mesh secret; yields the bound port.
+
+    `register` adds the servicers and returns their full names. Raises ConfigError when the port is taken.
+    """
+    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[AuthInterceptor(secret), DecodeInterceptor()])
+    names = register(server)
+    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    bind(host, port, "grpc_port").close()
+    try:
+        bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    except RuntimeError as exc:
+        raise port_in_use(host, port, "grpc_port") from exc
+    await server.start()
+    for name in ("", *names):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield bound
+    finally:
+        await health_servicer.enter_graceful_shutdown()
+        await server.stop(grace=1.0)
