@@ -14,7 +14,7 @@ import grpc.aio
 from pdmesh.connector.base import PeerPool
 from pdmesh.connector.owner import check_fingerprints
 from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable
-from pdmesh.lifecycle import GRPC_OPTIONS
+from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.version import PROTOCOL_MAX, PROTOCOL_MIN, agree
