@@ -2,22 +2,23 @@
 // the other, whatever else is computed beside it.
 #pragma once
 
+#include <type_traits>
+
 #include "softmax.h"
 #include "split.h"
 
 namespace pdm {
 namespace {
 
-// Rows that share what was loaded; with twice as many registers, twice as many.
+// Rows that share what was loaded, and vectors of 16 keys or columns beside each other: each sum is a chain of its own, and there are
+// to be as many as hide a multiplication's latency and as registers hold.
 #if defined(__AVX512F__)
 constexpr int LANE_ROWS = 8;
+constexpr int vectors_of(int rows) { return rows > 4 ? 2 : 4; }
 #else
 constexpr int LANE_ROWS = 4;
+constexpr int vectors_of(int rows) { return rows > 2 ? 1 : 2; }
 #endif
-
-inline void fetch_bytes(const uint8_t *p, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char *>(p + i), _MM_HINT_T0);
-}
 
 // Pairs in f32: what the pool holds is expanded as it is loaded. Item i of a step; in f32 its partner lies `apart` items behind.
 template <int DTYPE>
@@ -86,65 +87,133 @@ struct LaneProduct {
     using Share = typename Pairs::Left;
 
     static void scores(const Query *queries, int rows, int width, const Split &split, float *scores, uint16_t *) {
-        const size_t P = size_t(width), step_bytes = STEP_KEYS * P * item_bytes(DTYPE);
-        for (int step = split.step_begin; step < split.step_end; step++) {
-            fetch_bytes(split.after_keys(step), step_bytes);
-            for (size_t group = 0; group < 2; group++) {
-                float *const target = scores + step * STEP_KEYS + group * 16;
-                int row = 0;
-                for (; row + LANE_ROWS <= rows; row += LANE_ROWS)
-                    score_rows<LANE_ROWS>(queries + size_t(row) * P, P, split.keys[step], group, target + row * SCORE_STRIDE);
-                for (; row + 4 <= rows; row += 4)
-                    score_rows<4>(queries + size_t(row) * P, P, split.keys[step], group, target + row * SCORE_STRIDE);
-                for (; row + 2 <= rows; row += 2)
-                    score_rows<2>(queries + size_t(row) * P, P, split.keys[step], group, target + row * SCORE_STRIDE);
-                if (row < rows) score_rows<1>(queries + size_t(row) * P, P, split.keys[step], group, target + row * SCORE_STRIDE);
-            }
-        }
+        const size_t P = size_t(width);
+        // Keys of two steps stay in the first cache while all rows use them.
+        for (int step = split.step_begin; step < split.step_end; step += 2)
+            by_rows(rows, [&](auto count, int row) {
+                score_block<decltype(count)::value>(queries + size_t(row) * P, P, split, step, row == 0, scores + row * SCORE_STRIDE);
+            });
     }
 
     static void outputs(const float *shares, int rows, int width, const Split &split, float *outputs, uint16_t *) {
         const size_t P = size_t(width);
-        for (size_t column = 0; column < P; column += 16) {
-            int row = 0;
-            for (; row + LANE_ROWS <= rows; row += LANE_ROWS)
-                output_rows<LANE_ROWS>(shares + row * SCORE_STRIDE, P, split, column, outputs + size_t(row) * P);
-            for (; row + 4 <= rows; row += 4) output_rows<4>(shares + row * SCORE_STRIDE, P, split, column, outputs + size_t(row) * P);
-            for (; row + 2 <= rows; row += 2) output_rows<2>(shares + row * SCORE_STRIDE, P, split, column, outputs + size_t(row) * P);
-            if (row < rows) output_rows<1>(shares + row * SCORE_STRIDE, P, split, column, outputs + size_t(row) * P);
-        }
+        by_rows(rows, [&](auto count, int row) {
+            output_block<decltype(count)::value>(shares + row * SCORE_STRIDE, P, split, row == 0, outputs + size_t(row) * P);
+        });
     }
 
   private:
+    static constexpr size_t ITEM = DTYPE == PDM_F32 ? 4 : DTYPE == PDM_BF16 ? 2 : 1;
+    // In f32 a token's items lie side by side, in the others a pair's.
+    static constexpr size_t SIDE = DTYPE == PDM_F32 ? 1 : 2;
+
     template <int ROWS>
-    static void score_rows(const Query *queries, size_t P, const uint8_t *keys, size_t group, float *target) {
-        F16 sums[ROWS];
-        for (int row = 0; row < ROWS; row++) sums[row] = zero();
-        for (size_t pair = 0; pair < P / 2; pair++) {
-            const typename Pairs::Right right = Pairs::right(keys, group * 16 * P + pair * 32, 16);
-            for (int row = 0; row < ROWS; row++) sums[row] = Pairs::dot(sums[row], queries + size_t(row) * P + 2 * pair, right);
+    using Count = std::integral_constant<int, ROWS>;
+
+    template <typename Block>
+    static void by_rows(int rows, Block block) {
+        int row = 0;
+        for (; row + LANE_ROWS <= rows; row += LANE_ROWS) block(Count<LANE_ROWS>(), row);
+        for (; row + 4 <= rows; row += 4) block(Count<4>(), row);
+        switch (rows - row) {
+            case 3: return block(Count<3>(), row);
+            case 2: return block(Count<2>(), row);
+            case 1: return block(Count<1>(), row);
         }
-        for (int row = 0; row < ROWS; row++) store(target + row * SCORE_STRIDE, sums[row]);
+    }
+
+    // What Pairs::right will read.
+    static void fetch(const uint8_t *step, size_t i, size_t apart) {
+        _mm_prefetch(reinterpret_cast<const char *>(step + i * ITEM), _MM_HINT_T0);
+        if (DTYPE == PDM_F32) _mm_prefetch(reinterpret_cast<const char *>(step + (i + apart) * ITEM), _MM_HINT_T0);
+    }
+
+    // The keys of `step` and, where there is one, the next.
+    template <int ROWS>
+    static void score_block(const Query *queries, size_t P, const Split &split, int step, bool fetches, float *scores) {
+        constexpr int VECTORS = vectors_of(ROWS);
+        const int end = 2 * (step + 2 < split.step_end ? step + 2 : split.step_end);
+        int group = 2 * step;
+        for (; group + VECTORS <= end; group += VECTORS) {
+            if (fetches)
+                score_rows<ROWS, VECTORS, true>(queries, P, split, group, scores + group * 16);
+            else
+                score_rows<ROWS, VECTORS, false>(queries, P, split, group, scores + group * 16);
+        }
+        if (VECTORS == 4 && group < end) {
+            if (fetches)
+                score_rows<ROWS, 2, true>(queries, P, split, group, scores + group * 16);
+            else
+                score_rows<ROWS, 2, false>(queries, P, split, group, scores + group * 16);
+        }
+    }
+
+    template <int ROWS, int VECTORS, bool FETCHES>
+    static void score_rows(const Query *queries, size_t P, const Split &split, int group, float *target) {
+        const uint8_t *keys[VECTORS], *next[VECTORS];
+        F16 sums[ROWS][VECTORS];
+        for (int vector = 0; vector < VECTORS; vector++) {
+            const size_t at = size_t((group + vector) % 2) * 16 * P * ITEM;
+            keys[vector] = split.keys[(group + vector) / 2] + at;
+            next[vector] = split.after_keys((group + vector) / 2) + at;
+            for (int row = 0; row < ROWS; row++) sums[row][vector] = zero();
+        }
+        for (size_t pair = 0; pair < P / 2; pair++) {
+            typename Pairs::Right right[VECTORS];
+            for (int vector = 0; vector < VECTORS; vector++) {
+                right[vector] = Pairs::right(keys[vector], pair * 32, 16);
+                if (FETCHES) fetch(next[vector], pair * 32, 16);
+            }
+            for (int row = 0; row < ROWS; row++) {
+                const Query *const left = queries + size_t(row) * P + 2 * pair;
+                for (int vector = 0; vector < VECTORS; vector++) sums[row][vector] = Pairs::dot(sums[row][vector], left, right[vector]);
+            }
+        }
+        for (int row = 0; row < ROWS; row++)
+            for (int vector = 0; vector < VECTORS; vector++) store(target + row * SCORE_STRIDE + vector * 16, sums[row][vector]);
     }
 
     template <int ROWS>
+    static void output_block(const float *shares, size_t P, const Split &split, bool fetches, float *outputs) {
+        constexpr int VECTORS = vectors_of(ROWS);
+        size_t column = 0;
+        for (; column + VECTORS * 16 <= P; column += VECTORS * 16) {
+            if (fetches)
+                output_rows<ROWS, VECTORS, true>(shares, P, split, column, outputs + column);
+            else
+                output_rows<ROWS, VECTORS, false>(shares, P, split, column, outputs + column);
+        }
+        if (VECTORS == 4 && column < P) {
+            if (fetches)
+                output_rows<ROWS, 2, true>(shares, P, split, column, outputs + column);
+            else
+                output_rows<ROWS, 2, false>(shares, P, split, column, outputs + column);
+        }
+    }
+
+    template <int ROWS, int VECTORS, bool FETCHES>
     static void output_rows(const float *shares, size_t P, const Split &split, size_t column, float *target) {
-        // In f32 a token's items lie side by side, in the others a pair's.
-        constexpr size_t SIDE = DTYPE == PDM_F32 ? 1 : 2;
-        const size_t step_bytes = STEP_KEYS * P * item_bytes(DTYPE);
-        F16 sums[ROWS];
-        for (int row = 0; row < ROWS; row++) sums[row] = zero();
+        F16 sums[ROWS][VECTORS];
+        for (int row = 0; row < ROWS; row++)
+            for (int vector = 0; vector < VECTORS; vector++) sums[row][vector] = zero();
         for (int step = split.step_begin; step < split.step_end; step++) {
-            if (column == 0) fetch_bytes(split.after_values(step), step_bytes);
+            const uint8_t *const values = split.values[step], *const next = split.after_values(step);
+            const Share *const lefts = reinterpret_cast<const Share *>(shares) + step * STEP_KEYS;
             for (size_t pair = 0; pair < STEP_KEYS / 2; pair++) {
-                const typename Pairs::Right right = Pairs::right(split.values[step], pair * 2 * P + column * SIDE, P);
+                typename Pairs::Right right[VECTORS];
+                for (size_t vector = 0; vector < VECTORS; vector++) {
+                    const size_t at = pair * 2 * P + (column + vector * 16) * SIDE;
+                    right[vector] = Pairs::right(values, at, P);
+                    if (FETCHES) fetch(next, at, P);
+                }
                 for (int row = 0; row < ROWS; row++) {
-                    const Share *const left = reinterpret_cast<const Share *>(shares + row * SCORE_STRIDE) + step * STEP_KEYS;
-                    sums[row] = Pairs::dot(sums[row], left + 2 * pair, right);
+                    const Share *const left = lefts + size_t(row) * (SCORE_STRIDE * sizeof(float) / sizeof(Share)) + 2 * pair;
+                    for (int vector = 0; vector < VECTORS; vector++) sums[row][vector] = Pairs::dot(sums[row][vector], left, right[vector]);
                 }
             }
         }
-        for (int row = 0; row < ROWS; row++) store(target + size_t(row) * P + column, sums[row]);
+        for (int row = 0; row < ROWS; row++)
+            for (int vector = 0; vector < VECTORS; vector++) store(target + size_t(row) * P + vector * 16, sums[row][vector]);
     }
 };
 
