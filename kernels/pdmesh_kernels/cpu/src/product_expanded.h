@@ -1,5 +1,5 @@
-// Few rows times weights that are made into bf16 tiles first. What is summed, and in which order, is as in product_bf16.h, whose
-// sums of a block go through memory; here they stay in tiles.
+// Few rows times weights that are made into bf16 first. What is summed, and in which order, is as in product_bf16.h, whose tiles and
+// sums of a block go through memory; here sums stay in registers, and without AMX the weights too.
 #pragma once
 
 #include "product_bf16.h"
@@ -71,6 +71,56 @@ void linear_expanded(const pdm_linear_args &args, int row_begin, int row_end, in
         linear_expanded_rows<Source, true>(args, row_begin, num_rows, panel_begin, panel_end, space);
     else
         linear_expanded_rows<Source, false>(args, row_begin, num_rows, panel_begin, panel_end, space);
+}
+
+#elif defined(__AVX512BF16__)
+
+// At most R rows. A pair of weights goes from its codes into the products, without a detour through memory: one hides the other's
+// latency. Measured, GB/s of 4-bit weights per thread, rows 1, 2, 4, 8: 13.4, 11.7, 8.9, 5.5; one after the other 8.3, 6.7, 7.0, 4.6.
+template <typename Source, int R>
+void linear_fused(const pdm_linear_args &args, int row_begin, int num_rows, int panel_begin, int panel_end, Bf16Scratch &space) {
+    Bf16Input input(args, row_begin, row_begin + num_rows, space);
+    const Source source(*args.weight);
+    const int num_whole = input.num_whole() / STEP, num_steps = (args.weight->num_inputs + STEP - 1) / STEP;
+    const InputRows whole = num_whole > 0 ? input.rows(row_begin, num_rows, 0, num_whole * STEP) : InputRows{};
+    const InputRows last = num_whole < num_steps ? input.rows(row_begin, num_rows, num_whole * STEP, STEP) : InputRows{};
+    float *const sums = space.sums[0];
+    for (int panel = panel_begin; panel < panel_end; panel++) {
+        F16 sum[R][2];
+        for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
+        const uint16_t *rows[R];
+        const auto multiply = [&](int half, int pair, F16 a, F16 b) __attribute__((always_inline)) {
+            const F16 weights = bf16_pairs(a, b);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                uint32_t bits;
+                memcpy(&bits, rows[r] + pair * 2, 4);
+                sum[r][half] = dot_pairs(sum[r][half], splat_pair(bits), weights);
+            }
+        };
+        source.template each_step<(R <= 2)>(panel, 0, num_steps, [&](int step) __attribute__((always_inline)) {
+            const InputRows &from = step < num_whole ? whole : last;
+            const size_t k = step < num_whole ? size_t(step) * STEP : 0;
+            // Rows that there are not are the last one again.
+            for (int r = 0; r < R; r++) rows[r] = from.first + size_t(std::min(r, num_rows - 1)) * from.first_stride + k;
+            return multiply;
+        });
+        for (int r = 0; r < num_rows; r++)
+            for (int half = 0; half < 2; half++) store(sums + r * PDM_PANEL + half * 16, sum[r][half]);
+        finish(args, panel, row_begin, num_rows, sums);
+    }
+}
+
+template <typename Source>
+void linear_expanded(const pdm_linear_args &args, int row_begin, int row_end, int panel_begin, int panel_end, void *scratch) {
+    const int num_rows = row_end - row_begin;
+    if (num_rows > Source::MOST_FUSED_ROWS) return linear_bf16<Source>(args, row_begin, row_end, panel_begin, panel_end, scratch);
+    Bf16Scratch &space = *static_cast<Bf16Scratch *>(scratch);
+    if constexpr (Source::MOST_FUSED_ROWS > 4)
+        if (num_rows > 4) return linear_fused<Source, 8>(args, row_begin, num_rows, panel_begin, panel_end, space);
+    if (num_rows > 2) return linear_fused<Source, 4>(args, row_begin, num_rows, panel_begin, panel_end, space);
+    if (num_rows > 1) return linear_fused<Source, 2>(args, row_begin, num_rows, panel_begin, panel_end, space);
+    linear_fused<Source, 1>(args, row_begin, num_rows, panel_begin, panel_end, space);
 }
 
 #else

@@ -78,6 +78,10 @@ inline F16 from_nibble(const void *p, int n) {
     const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return {_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(p), unsigned(4 * n)), numbers)};
 }
+// Thirty-two to bf16, as pairs: lanes of a, then of b.
+#if defined(__AVX512BF16__)
+inline F16 bf16_pairs(F16 a, F16 b) { return {_mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(b.v, a.v))}; }
+#endif
 // Thirty-two to bf16.
 inline void to_bf16_pair(uint16_t *p, F16 a, F16 b) {
 #if defined(__AVX512BF16__)
