@@ -27,6 +27,7 @@ from pdmesh.engine import batch as batch_module
 from pdmesh.engine import core as core_module
 from pdmesh.engine import core_process, executor, mailbox, runner, sampler, scheduler
 from pdmesh.engine.backend import Backend, KVGroupSpec, ModelInfo, ProgressCallback, StepBatch
+from pdmesh.engine.backends import ChosenBackend
 from pdmesh.engine.step_logits import StepLogits
 from pdmesh.parent import die_with_parent
 
@@ -176,7 +177,7 @@ def main() -> int:
     parent_pid, options = int(sys.argv[1]), CoreOptions(**json.loads(sys.argv[2]))
     die_with_parent(parent_pid)
     backend, stages = NullBackend(options), Stages()
-    core_process.make_backend = lambda *_: backend  # type: ignore[attr-defined]
+    core_process.make_backend = lambda _: ChosenBackend(backend)  # type: ignore[attr-defined]
     if options.stages:
         stages.wrap(scheduler.Scheduler, "schedule", "schedule")
         stages.wrap(scheduler.Scheduler, "update", "update")

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from pdmesh.engine.host_memory import NO_LIMIT_BYTES, available_bytes, total_bytes, usable_cores
 
 
@@ -71,9 +73,25 @@ def test_here_it_is_less_than_all_memory() -> None:
     assert 0 < available_bytes() < total
 
 
-def test_a_quota_of_time_limits_the_cores(tmp_path: Path) -> None:
+def test_a_quota_of_time_limits_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable_cores() <= len(os.sched_getaffinity(0))
-    root = write(tmp_path, HOST | {"sys/fs/cgroup/pod/engine/cpu.max": "50000 100000\n"})
-    assert usable_cores(root) == 1
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    root = write(tmp_path, HOST | {"sys/fs/cgroup/pod/engine/cpu.max": "150000 100000\n"})
+    assert usable_cores(root) == 2
     (root / "sys/fs/cgroup/pod/engine/cpu.max").write_text("max 100000\n")
-    assert usable_cores(root) == len(os.sched_getaffinity(0))
+    assert usable_cores(root) == 8
+    # What the pod has, its containers share.
+    (root / "sys/fs/cgroup/pod/cpu.max").write_text("300000 100000\n")
+    assert usable_cores(root) == 3
+    (root / "sys/fs/cgroup/pod/engine/cpu.max").write_text("5000 100000\n")
+    assert usable_cores(root) == 1
+
+
+def test_a_quota_of_time_in_cgroup_v1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    group = "sys/fs/cgroup/cpu/x"
+    files = {"proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/box\n", f"{group}/cpu.cfs_period_us": "50000\n"}
+    root = write(tmp_path, HOST | files | {f"{group}/cpu.cfs_quota_us": "200000\n"})
+    assert usable_cores(root) == 4
+    (root / group / "cpu.cfs_quota_us").write_text("-1\n")
+    assert usable_cores(root) == 8

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from pdmesh.engine.backend import ProgressCallback
-from pdmesh.engine.backends import make_backend
+from pdmesh.engine.torch_backend import TorchBackend
 from pdmesh.errors import ConfigError
 from pdmesh.models.kv_layout import KVLayout
 from pdmesh.models.loading import LoadedModel, load_model
@@ -188,14 +188,8 @@ def test_progress_rises_to_one_and_repeats_nothing(tmp_path: Path) -> None:
             self.calls.append((stage, fraction))
 
     recorder = Recorder()
-    make_backend("torch", 1).load(str(make_tiny("llama", tmp_path / "llama")), "float32", None, recorder)
+    TorchBackend(1).load(str(make_tiny("llama", tmp_path / "llama")), "float32", None, recorder)
     assert {stage for stage, _ in recorder.calls} == {"weights"}
     fractions = [fraction for _, fraction in recorder.calls]
     assert fractions == sorted(set(fractions))
     assert fractions[-1] == 1.0
-
-
-def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ConfigError, match="backend: 'tpu' is unknown; use one of auto, cpu, torch"):
-        make_backend("tpu", 1)
-    assert make_backend("auto", 1).name == "torch"

@@ -237,6 +237,29 @@ def test_a_limit_for_one_role_reaches_only_that_role(runtime: RuntimeFolder) -> 
     assert "--max-num-batched-tokens" not in plan.engine(Role.PREFILL, 1).argv
 
 
+def test_the_engines_of_a_role_divide_the_cores_and_prefill_gives_way(
+    runtime: RuntimeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdmesh.supervisor.plan.usable_cores", lambda: 8)
+
+    def given(role: Role, *flags: str) -> tuple[str, int]:
+        engine = make_plan(runtime, *flags).engine(role, 1)
+        return flag(engine, "--cpu-threads"), int(flag(engine, "--cpu-nice"))
+
+    assert given(Role.DECODE) == ("8", 0)
+    threads, niceness = given(Role.PREFILL)
+    assert threads == "8"
+    assert niceness > 0
+    assert given(Role.PREFILL, "--prefill", "3", "--decode", "2")[0] == "2"
+    assert given(Role.DECODE, "--prefill", "3", "--decode", "2")[0] == "4"
+    # More engines than cores; and one that comes later, to a mesh that had none of its role.
+    assert given(Role.DECODE, "--decode", "9")[0] == "1"
+    assert given(Role.PREFILL, "--aggregated")[0] == "8"
+    # What is asked for is done.
+    assert given(Role.DECODE, "--cpu-threads", "3") == ("3", 0)
+    assert given(Role.PREFILL, "--cpu-threads", "3", "--prefill-args", "--cpu-nice 0 --cpu-threads 5") == ("5", 0)
+
+
 def test_aggregated_means_one_engine(runtime: RuntimeFolder) -> None:
     plan = make_plan(runtime, "--aggregated", "--no-kvcache")
     assert plan.roles == {Role.PROXY, Role.DECODE}

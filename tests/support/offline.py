@@ -8,5 +8,5 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 8 << 20,
     "max_num_batched_tokens": 256,
     "max_num_seqs": 64,
-    "block_size": 16,
+    "block_size": 32,
 }

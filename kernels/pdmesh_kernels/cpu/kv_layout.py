@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 ItemType = Literal["float32", "bfloat16", "int8"]
 ITEM_DTYPES: dict[ItemType, type[np.generic]] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
 """As numpy holds them: bfloat16 as its bits."""
+TOKEN_TILE = 32
+"""A block holds a multiple of so many tokens."""
+MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,19 +35,19 @@ class PackedLayout:
     num_layers: int
     num_kv_heads: int
     block_size: int
-    """Tokens, a multiple of 32."""
+    """Tokens, a multiple of TOKEN_TILE."""
     head_dim: int
-    """Even, up to 256. Heads are padded with zeros to a multiple of 32."""
+    """Even, up to MAX_HEAD_DIM. Heads are padded with zeros to a multiple of 32."""
 
     def __post_init__(self) -> None:
         if self.item_type not in ITEM_DTYPES:
             raise ValueError(f"item_type {self.item_type!r}: not one of {', '.join(ITEM_DTYPES)}")
         if self.num_layers < 1 or self.num_kv_heads < 1:
             raise ValueError(f"num_layers {self.num_layers} and num_kv_heads {self.num_kv_heads} must be at least 1")
-        if self.block_size < 32 or self.block_size % 32:
-            raise ValueError(f"block_size {self.block_size}: not a multiple of 32")
-        if not 2 <= self.head_dim <= 256 or self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim}: not an even number in 2 ... 256")
+        if self.block_size < TOKEN_TILE or self.block_size % TOKEN_TILE:
+            raise ValueError(f"block_size {self.block_size}: not a multiple of {TOKEN_TILE}")
+        if not 2 <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim}: not an even number in 2 ... {MAX_HEAD_DIM}")
 
     @property
     def padded_dim(self) -> int:

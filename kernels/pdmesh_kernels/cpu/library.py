@@ -8,6 +8,7 @@ import fcntl
 import functools
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,17 @@ class Library:
 class Pool:
     """Threads of the library. Not for use by two threads at a time; `close` ends them."""
 
-    def __init__(self, library: Library, num_threads: int, cpus: Sequence[int] | None = None) -> None:
-        """`cpus`: one per thread, -1 for not pinned; thread 0 is whoever calls and is not pinned here."""
+    def __init__(
+        self, library: Library, num_threads: int, cpus: Sequence[int] | None = None, niceness: int = 0
+    ) -> None:
+        """`cpus`: one per thread, -1 for not pinned; thread 0 is whoever calls: it is neither pinned nor made nicer here.
+        `niceness` is added to the process's."""
         self._library = library
         places = None if cpus is None else (ctypes.c_int * num_threads)(*cpus)
-        self.handle: int | None = library.functions.pdm_pool_create(num_threads, places)
+        # Threads inherit niceness from the one that starts them, and on Linux each has its own.
+        with ThreadPoolExecutor(1, initializer=os.nice, initargs=(niceness,)) as starter:
+            created = starter.submit(library.functions.pdm_pool_create, num_threads, places)
+        self.handle: int | None = created.result()
         if not self.handle:
             raise LibraryError(f"cpu-threads {num_threads}: the threads could not be started")
         self.num_threads = num_threads

@@ -3,10 +3,16 @@
 import re
 from typing import TYPE_CHECKING
 
+from pdmesh.config.cores import parse_cores
+
 if TYPE_CHECKING:
     from pdmesh.config.engine import EngineConfig
 
 DEFAULT_HASH_ALGO = "sha256"
+QUANTISERS = {"quantization": "none", "kv_cache_dtype": "auto"}
+"""Settings that ask for fewer bits, and their defaults."""
+CPU_LIBRARY_ONLY = {"cpu_isa": "auto", **QUANTISERS}
+"""Settings that PyTorch does not have, and their defaults."""
 
 
 def check_engine(config: "EngineConfig") -> None:
@@ -14,6 +20,8 @@ def check_engine(config: "EngineConfig") -> None:
     _check_batch(config)
     _check_scheduling(config)
     _check_kv(config)
+    _check_backend(config)
+    _check_cores(config)
     for name in config.logits_processors:
         if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
             raise ValueError(f"logits-processors: {name!r} is not of the form module:Class")
@@ -70,4 +78,27 @@ def _check_kv(config: "EngineConfig") -> None:
     if config.prefix_caching_hash_seed:
         raise ValueError(
             f"prefix-caching-hash-seed {config.prefix_caching_hash_seed!r} has no use with no-enable-prefix-caching"
+        )
+
+
+def _check_backend(config: "EngineConfig") -> None:
+    for name, default in CPU_LIBRARY_ONLY.items():
+        value = getattr(config, name)
+        if config.backend == "torch" and value != default:
+            raise ValueError(f"{name.replace('_', '-')} {value} needs backend cpu; it is torch")
+    for name, default in QUANTISERS.items():
+        value = getattr(config, name)
+        if value != default and config.dtype not in ("auto", "bfloat16"):
+            raise ValueError(f"{name.replace('_', '-')} {value} needs dtype bfloat16; it is {config.dtype}")
+
+
+def _check_cores(config: "EngineConfig") -> None:
+    try:
+        num_cores = len(parse_cores(config.cpu_cores))
+    except ValueError as exc:
+        raise ValueError(f"cpu-cores {config.cpu_cores}: {exc}") from None
+    if num_cores and config.cpu_threads > num_cores:
+        raise ValueError(
+            f"cpu-threads {config.cpu_threads} is more than the cores of cpu-cores {config.cpu_cores}: each thread has one of "
+            f"its own, so it must be in 1…{num_cores}, or 0 for as many"
         )

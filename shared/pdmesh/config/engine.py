@@ -22,11 +22,22 @@ class EngineConfig(ServiceConfig, HttpConfig):
     served_model_name: str = ""
     """Name in the API; empty: derived from `model`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Weights and KV. auto: the checkpoint's, but float32 on a backend that is not row-invariant below it."""
+    """Weights and KV. auto: bfloat16 with the CPU library, float32 with PyTorch, which below it is not row-invariant."""
     backend: Literal["auto", "cpu", "torch"] = "auto"
-    """Device code that runs the model: cpu is the CPU library (bfloat16 or float32), auto and torch are PyTorch."""
+    """Device code that runs the model: the CPU library, or PyTorch; auto: the CPU library where it can serve the model."""
+    cpu_isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2"] = "auto"
+    """Instruction set that the CPU library uses; auto: the fastest that the processor has."""
+    quantization: Literal["none", "int8", "int8_weight_only"] = "none"
+    """What the CPU library makes of weights that the checkpoint has in 16 or 32 bits. int8: weights and activations;
+    int8_weight_only: weights in groups. A checkpoint that is quantised is served as it is."""
+    kv_cache_dtype: Literal["auto", "int8_per_token_head"] = "auto"
+    """auto: dtype. int8_per_token_head: half of bfloat16's bytes, a scale for each token and KV head (CPU library)."""
     cpu_threads: int = Field(default=0, ge=0, le=1024)
-    """Threads for CPU compute; 0: all cores that this process may use."""
+    """Threads for CPU compute; 0: one for each of `cpu_cores`, or for each core that this process may use."""
+    cpu_cores: str = ""
+    """Cores for these threads, one each, such as 0-3,8; empty: wherever the kernel puts them."""
+    cpu_nice: int = Field(default=0, ge=0, le=19)
+    """Added to the niceness of these threads: on the same cores, an engine with a higher one gives way to the others."""
     max_model_len: AutoSize = Field(default=0, ge=0, le=1 << 40)
     """Longest prompt plus output, tokens; 0: the model's own limit."""
     block_size: int = Field(default=0, ge=0, le=1024)

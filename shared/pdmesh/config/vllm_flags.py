@@ -8,7 +8,6 @@ _ONE_DEVICE = "an engine has one device here; start more engines (pdmesh up --pr
 _NO_ADAPTERS = f"LoRA {_NOT_YET}"
 _NO_DRAFTS = f"speculative decoding {_NOT_YET}"
 _NO_PARSERS = f"tool and reasoning parsers are {_NOT_YET.removeprefix('is ')}"
-_PLAIN_WEIGHTS = f"quantised weights are read from GGUF files only; another scheme {_NOT_YET}"
 _BACKENDS_OWN = "kernels are the backend's own choice; see backend"
 _OLD_ENGINE = "belongs to vLLM before V1"
 
@@ -24,8 +23,7 @@ FOREIGN_FLAGS: dict[str, str] = {
     "compilation-config": _NO_GRAPHS,
     "optimization-level": _NO_GRAPHS,
     "num-gpu-blocks-override": "give the pool's size as kv-cache-memory-bytes",
-    "kv-cache-dtype": "KV has the model's dtype; see dtype",
-    "calculate-kv-scales": "KV has the model's dtype",
+    "calculate-kv-scales": "scales are computed with each token; see kv-cache-dtype",
     "kv-offloading-size": "KV leaves an engine for the kvcache service: see kvcache, and its arena-bytes",
     "kv-offloading-backend": "KV leaves an engine for the kvcache service: see kvcache",
     "kv-transfer-config": "every engine can send and fetch KV: see connector, kv-peers and kv-load-failure-policy",
@@ -50,7 +48,6 @@ FOREIGN_FLAGS: dict[str, str] = {
     "max-loras": _NO_ADAPTERS,
     "max-lora-rank": _NO_ADAPTERS,
     "speculative-config": _NO_DRAFTS,
-    "quantization": _PLAIN_WEIGHTS,
     "load-format": "follows from the model's files: safetensors or GGUF",
     "tokenizer": "the tokenizer is the model's own",
     "tokenizer-mode": "the tokenizer is the model's own",

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.batch_defaults import DeviceInfo
+from pdmesh.engine.compute_threads import Place
 from pdmesh.engine.step_logits import StepLogits
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class Backend(ABC):
     default_block_size: int
     instruction_set: str = ""
     """That it chose, where there was a choice."""
+    step_thread: Place = Place()
+    """Where the thread has to be that makes every `forward`."""
     device: DeviceInfo = DeviceInfo()
     """What the defaults of a step's size depend on; a CPU unless a backend says otherwise."""
 

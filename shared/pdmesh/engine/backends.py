@@ -1,22 +1,93 @@
-"""Backends by name. Each is imported only when it is asked for."""
+"""Which backend runs the model. Each is imported only when it is the one."""
 
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+from pdmesh.config import EngineConfig
+from pdmesh.config.contradictions import CPU_LIBRARY_ONLY
 from pdmesh.engine.backend import Backend
+from pdmesh.engine.compute_threads import resolve_threads
 from pdmesh.errors import ConfigError
+from pdmesh.models.kv_cache_dtype import KVCacheDtype
+from pdmesh.models.source import read_config, resolve
+from pdmesh_kernels.cpu.kv_layout import MAX_HEAD_DIM, TOKEN_TILE
+from pdmesh_kernels.cpu.library import LibraryError, load
 
-NAMES = ("auto", "cpu", "torch")
+log = logging.getLogger(__name__)
+
+FallbackCause = Literal["", "no_library", "dtype", "block_size", "head_dim"]
 
 
-def make_backend(name: str, cpu_threads: int) -> Backend:
-    """Make the backend that `--backend` names; `auto` is the best one that this machine has.
+@dataclass(frozen=True, slots=True)
+class ChosenBackend:
+    backend: Backend
+    fallback: FallbackCause = ""
+    """Why PyTorch computes although nobody asked for it; empty: it is what was wanted."""
 
-    `cpu_threads` 0 takes every core the process may use. Raises ConfigError for an unknown name.
+
+def make_backend(config: EngineConfig) -> ChosenBackend:
+    """Make the backend that `--backend` names; `auto` is the CPU library where it can serve this model, else PyTorch, and a
+    log line says why. Raises ConfigError.
     """
-    if name == "cpu":
-        from pdmesh.engine.cpu_backend import CpuBackend
+    if config.backend == "torch":
+        return ChosenBackend(_torch(config))
+    if config.backend == "auto":
+        obstacle = _obstacle(config)
+        if obstacle is not None:
+            _check_nothing_needs_it(config, obstacle)
+            log.warning(
+                "backend auto: PyTorch computes, several times slower, since the CPU library cannot: %s", obstacle.text
+            )
+            return ChosenBackend(_torch(config), obstacle.cause)
+    from pdmesh.engine.cpu_backend import CpuBackend
 
-        return CpuBackend(cpu_threads)
-    if name in ("auto", "torch"):
-        from pdmesh.engine.torch_backend import TorchBackend
+    threads = resolve_threads(config)
+    return ChosenBackend(
+        CpuBackend(
+            threads.count,
+            config.cpu_isa,
+            quantization=config.quantization,
+            kv_cache_dtype=KVCacheDtype(config.kv_cache_dtype),
+            cores=threads.cores,
+            niceness=threads.niceness,
+        )
+    )
 
-        return TorchBackend(cpu_threads)
-    raise ConfigError(f"backend: {name!r} is unknown; use one of {', '.join(NAMES)}")
+
+@dataclass(frozen=True, slots=True)
+class _Obstacle:
+    cause: FallbackCause
+    text: str
+
+
+def _obstacle(config: EngineConfig) -> _Obstacle | None:
+    """What keeps the CPU library from serving this model as configured. The first call may build the library."""
+    if config.dtype == "float16":
+        return _Obstacle("dtype", "dtype float16 is neither bfloat16 nor float32")
+    if config.block_size % TOKEN_TILE:
+        return _Obstacle("block_size", f"block-size {config.block_size} is not a multiple of {TOKEN_TILE}")
+    head_dim = read_config(resolve(config.model))["head_dim"]
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        return _Obstacle("head_dim", f"the model's head_dim {head_dim} is not an even number up to {MAX_HEAD_DIM}")
+    try:
+        load()
+    except LibraryError as exc:
+        return _Obstacle("no_library", str(exc))
+    return None
+
+
+def _check_nothing_needs_it(config: EngineConfig, obstacle: _Obstacle) -> None:
+    for name, default in CPU_LIBRARY_ONLY.items():
+        value = getattr(config, name)
+        if value != default:
+            raise ConfigError(
+                f"{name.replace('_', '-')} {value} needs the CPU library, which cannot serve: {obstacle.text}"
+            )
+
+
+def _torch(config: EngineConfig) -> Backend:
+    from pdmesh.engine.torch_backend import TorchBackend
+
+    threads = resolve_threads(config)
+    return TorchBackend(threads.count, cores=threads.cores, niceness=threads.niceness)

@@ -19,7 +19,7 @@ from pdmesh.connector.base import WorkerConnector
 from pdmesh.connector.pool import KVPool, PoolShape, size_pool_file
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback
-from pdmesh.engine.backends import make_backend
+from pdmesh.engine.backends import ChosenBackend, make_backend
 from pdmesh.engine.batch_defaults import resolve_batch
 from pdmesh.engine.block_hash import BlockHasher
 from pdmesh.engine.block_key import root_key
@@ -86,7 +86,8 @@ class _Progress(ProgressCallback):
 def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
     # Before the weights: what cannot be imported is told at once.
     processors = load_processors(config.logits_processors)
-    backend = make_backend(config.backend, config.cpu_threads)
+    chosen = make_backend(config)
+    backend = chosen.backend
     with contextlib.closing(backend):
         info = backend.load(config.model, config.dtype, config.block_size or None, _Progress(mailbox))
         longest = min(config.max_model_len or info.max_model_len, info.max_model_len)
@@ -105,7 +106,7 @@ def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
                 functools.partial(check_processors, processors) if processors else None,
             )
             core = Core(scheduler, executor, links.links, mailbox, mailbox.send, events)
-            mailbox.send(_ready(config, backend, info, sizes, pool, links.metadata))
+            mailbox.send(_ready(config, chosen, info, sizes, pool, links.metadata))
             # The model's objects live as long as the process: the collector need not look at them again.
             gc.collect()
             gc.freeze()
@@ -174,21 +175,21 @@ def _executor(
             block_size=info.groups[0].block_size,
             eos_token_ids=frozenset(info.eos_token_ids),
             processors=made,
-            scanner=_scanner(backend),
+            scanner=_scanner(backend, config.cpu_isa),
         )
     except MemoryError as exc:
         raise ConfigError(
             f"max-num-seqs {config.max_num_seqs}: there is no memory for so many rows of {sizes.max_model_len} tokens "
             f"(max-model-len): {exc}; {available_bytes()} bytes are available"
         ) from exc
-    return Executor(runner, is_async=config.async_scheduling)
+    return Executor(runner, is_async=config.async_scheduling, on_start=backend.step_thread.take)
 
 
-def _scanner(backend: Backend) -> Scanner | None:
+def _scanner(backend: Backend, isa: str) -> Scanner | None:
     """The CPU library's sampling, where it can be had; numpy draws the same tokens in some 0.5 ms a row."""
     try:
         # Not for plain torch: whoever asks for that shall not wait for a compiler.
-        return make_scanner(may_build=backend.name != "torch")
+        return make_scanner(isa, may_build=backend.name != "torch")
     except LibraryError as exc:
         log.info("tokens are drawn by numpy: %s", exc)
         return None
@@ -211,7 +212,7 @@ def _kv_manager(
 
 def _ready(
     config: EngineConfig,
-    backend: Backend,
+    chosen: ChosenBackend,
     info: ModelInfo,
     sizes: Sizes,
     pool: KVPool,
@@ -228,8 +229,10 @@ def _ready(
         eos_token_ids=list(info.eos_token_ids),
         connectors=connectors,
         dtype=info.dtype,
-        backend=backend.name,
-        row_invariant=backend.row_invariant,
+        backend=chosen.backend.name,
+        instruction_set=chosen.backend.instruction_set,
+        backend_fallback=chosen.fallback,
+        row_invariant=chosen.backend.row_invariant,
         keeps_history=all(not group.window for group in info.groups),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback, StepBatch
+from pdmesh.engine.compute_threads import Place
 from pdmesh.engine.host_memory import available_bytes, usable_cores
 from pdmesh.engine.step_logits import StepLogits
 from pdmesh.errors import ConfigError
@@ -40,15 +41,20 @@ class CpuBackend(Backend):
         isa: str = "auto",
         quantization: str = "none",
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
+        *,
+        cores: tuple[int, ...] = (),
+        niceness: int = 0,
     ) -> None:
-        """Raises ConfigError where there is no library, or not this instruction set."""
+        """`cores`: one for each thread, or none. Raises ConfigError where there is no library, or not this instruction set."""
         try:
             self._library: Library = load()
             self._isa = choose_isa(self._library, isa)
             self.instruction_set = self._isa.name.lower()
-            self._pool = Pool(self._library, cpu_threads or usable_cores())
+            self._pool = Pool(self._library, cpu_threads or usable_cores(), cores or None, niceness)
         except LibraryError as exc:
             raise ConfigError(f"backend: the CPU library cannot be used: {exc}") from exc
+        # It is the pool's thread 0.
+        self.step_thread = Place(cores=cores[:1], niceness=niceness)
         self._quantization = Quantization(quantization)
         self._kv_cache_dtype = kv_cache_dtype
         self._config: ModelConfig | None = None

@@ -27,8 +27,10 @@ class Worker(Protocol):
 class Executor:
     """Plans in, results out in the same order; a step that raised comes out as its exception."""
 
-    def __init__(self, worker: Worker, *, is_async: bool) -> None:
+    def __init__(self, worker: Worker, *, is_async: bool, on_start: Callable[[], None] | None = None) -> None:
+        """`on_start` is called once on the thread of its own, before it runs anything."""
         self._worker = worker
+        self._on_start = on_start
         self._is_async = is_async
         self._plans: queue.SimpleQueue[list[StepPlan | None]] = queue.SimpleQueue()
         """Each in a list, out of which either thread pops it: who does has it."""
@@ -99,6 +101,8 @@ class Executor:
             os.close(self._wake_fd)
 
     def _work(self) -> None:
+        if self._on_start is not None:
+            self._on_start()
         while (plan := self._next_plan()) is not None:
             try:
                 outcome: StepResult | Exception = self._worker.run(plan, self._tell)

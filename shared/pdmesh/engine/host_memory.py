@@ -40,8 +40,10 @@ def usable_cores(root: Path = Path("/")) -> int:
     """Return the cores of this process's affinity, less when a cgroup grants less time than that. At least 1."""
     cores = len(os.sched_getaffinity(0))
     for folder in _cgroups(root, "cpu"):
-        words = _read(folder / "cpu.max").split()
-        if len(words) == 2 and words[0] != UNLIMITED:
+        # cgroup v1 writes "no limit" as -1.
+        old = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
+        words = (_read(folder / "cpu.max") or old).split()
+        if len(words) == 2 and words[0] != UNLIMITED and int(words[0]) > 0:
             cores = min(cores, math.ceil(int(words[0]) / int(words[1])))
     return max(1, cores)
 

@@ -81,6 +81,10 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
     backend: str
     row_invariant: bool
+    instruction_set: str = ""
+    """That the CPU library uses; empty with PyTorch."""
+    backend_fallback: str = ""
+    """Why PyTorch computes where the CPU library was wanted."""
     keeps_history: bool = True
     """Whether all KV groups keep every token, as the tier's blocks must."""
     max_num_seqs: int = 0

@@ -41,7 +41,7 @@ def _check_memory(config: EngineConfig, model: dict[str, Any]) -> None:
     if model.get("sliding_window"):
         # Which layers keep less than everything is for who builds the model to say.
         return
-    item_bytes = ITEM_BYTES.get(config.dtype, min(ITEM_BYTES.values()))
+    item_bytes = ITEM_BYTES.get(config.dtype, min(ITEM_BYTES.values())) if config.kv_cache_dtype == "auto" else 1
     token_bytes = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * item_bytes
     needed = token_bytes * max(config.max_model_len, config.block_size, 1)
     if 0 < pool_bytes < needed:

@@ -6,6 +6,7 @@ import torch
 
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback, StepBatch
+from pdmesh.engine.compute_threads import Place
 from pdmesh.engine.host_memory import available_bytes, usable_cores
 from pdmesh.errors import ConfigError
 from pdmesh.models.decoder import DecoderModel
@@ -30,8 +31,10 @@ class TorchBackend(Backend):
     row_invariant = False
     default_block_size = 32
 
-    def __init__(self, cpu_threads: int) -> None:
+    def __init__(self, cpu_threads: int, *, cores: tuple[int, ...] = (), niceness: int = 0) -> None:
         torch.set_num_threads(cpu_threads or usable_cores())
+        # All of the cores: the team that it starts for its steps inherits its place.
+        self.step_thread = Place(cores=cores, niceness=niceness)
         self._model: DecoderModel | None = None
         self._layouts: tuple[KVLayout, ...] = ()
         self._kv_BLJKSD: torch.Tensor | None = None

@@ -26,7 +26,13 @@ class UpConfig(Settings):
     connector: list[Literal["shm", "nixl", "grpc"]] = Field(default=["shm", "grpc"])
     """Ways to move KV between engines, in order of preference, comma-separated."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Weights and KV."""
+    """Weights and KV; auto: bfloat16 with the CPU library, float32 with PyTorch."""
+    backend: Literal["auto", "cpu", "torch"] = "auto"
+    """The CPU library, or PyTorch; auto: the CPU library where it can serve the model."""
+    quantization: Literal["none", "int8", "int8_weight_only"] = "none"
+    """What engines make of weights that the checkpoint has in 16 or 32 bits."""
+    kv_cache_dtype: Literal["auto", "int8_per_token_head"] = "auto"
+    """KV in `dtype`, or in 8 bits with a scale for each token and KV head."""
     host: str = "127.0.0.1"
     """Address of the proxy; all others stay on loopback. Off loopback the mesh secret is required."""
     port: int = Field(default=8000, ge=1, le=65535)
@@ -38,7 +44,7 @@ class UpConfig(Settings):
     kv_cache_memory_bytes: int = Field(default=0, ge=0)
     """Size of each engine's KV pool; 0: the engine decides."""
     cpu_threads: int = Field(default=0, ge=0, le=1024)
-    """Compute threads of each engine; 0: the machine's cores divided by the engines."""
+    """Compute threads of each engine; 0: all cores, divided by the engines of a role. Prefill's give way to decode's."""
     kvcache: bool = True
     """Start the KV-cache tier."""
     valkey: str = ""

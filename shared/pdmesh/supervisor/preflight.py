@@ -18,6 +18,9 @@ def check_shared(config: UpConfig) -> ModelSource:
     common = EngineConfig(
         model=config.model,
         dtype=config.dtype,
+        backend=config.backend,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         max_model_len=config.max_model_len,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         host=config.host,

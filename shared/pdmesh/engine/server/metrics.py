@@ -161,6 +161,13 @@ class EngineMetrics:
             registry=registry,
         )
         info.labels("0", ready.block_size, ready.num_blocks, ready.block_bytes, ready.dtype, ready.backend).set(1)
+        computes = Gauge(
+            "pdmesh_backend_info",
+            "What computes; fallback says why it is PyTorch where the CPU library was wanted.",
+            ("engine", "backend", "instruction_set", "fallback"),
+            registry=registry,
+        )
+        computes.labels("0", ready.backend, ready.instruction_set, ready.backend_fallback).set(1)
         registry.register(_CoreCollector(board, values, connector_fallbacks))
 
 

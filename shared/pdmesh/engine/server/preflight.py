@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 
 from pdmesh.config import EngineConfig
 from pdmesh.engine.batch_defaults import DeviceInfo, check_batch
+from pdmesh.engine.compute_threads import resolve_threads
 from pdmesh.engine.kv_events_config import check_addresses, kv_events_config
 from pdmesh.engine.logits_processors import ENTRY_POINT_GROUP
 from pdmesh.engine.model_check import check_model
@@ -25,6 +26,7 @@ IMPORT_TIMEOUT_S = 50.0
 async def check_engine(config: EngineConfig) -> None:
     """Raise ConfigError for what cannot work; log what has no effect."""
     MeshSecret.load(config)
+    resolve_threads(config)
     check_processors(config.logits_processors)
     # Every backend there is computes on CPUs.
     check_batch(config, DeviceInfo(), offline=False, max_model_len=config.max_model_len or 1)
