@@ -119,6 +119,20 @@ def test_a_missing_block_is_an_error(library: Library) -> None:
         replace(step, tables=tables).attend(library, library.isas[0])
 
 
+@pytest.mark.parametrize("wrong", [0.0, -0.125, float("nan"), float("inf")])
+def test_a_scale_that_is_no_positive_number_is_an_error(library: Library, wrong: float) -> None:
+    step = make_step(((1, 40),), make_layout("bfloat16"))
+    with pytest.raises(LibraryError, match="scale: not a number above 0"):
+        replace(step, scale=wrong).attend(library, library.isas[0])
+
+
+@pytest.mark.parametrize("wrong", [-2.0, float("nan"), float("inf")])
+def test_a_soft_cap_below_0_or_not_finite_is_an_error(library: Library, wrong: float) -> None:
+    step = make_step(((1, 40),), make_layout("bfloat16"))
+    with pytest.raises(LibraryError, match="soft_cap: neither 0 nor a number above it"):
+        replace(step, soft_cap=wrong).attend(library, library.isas[0])
+
+
 def test_instruction_sets_agree(library: Library) -> None:
     for item_type, tolerance in TOLERANCES.items():
         step = make_step(MIXED, make_layout(item_type))

@@ -1,4 +1,6 @@
 // What an operation refuses, before anything is read.
+#include <math.h>
+
 #include "phases.h"
 
 namespace pdm {
@@ -103,6 +105,9 @@ const char *check(const pdm_heads_args &args) {
 const char *check(const pdm_attention_args &args) {
     if (const char *wrong = check(args.kv)) return wrong;
     if (const char *wrong = check_heads(args.num_heads, *args.kv)) return wrong;
+    // Maxima are taken before scores are scaled.
+    if (!(args.scale > 0.0f && isfinite(args.scale))) return "scale: not a number above 0";
+    if (!(args.soft_cap >= 0.0f && isfinite(args.soft_cap))) return "soft_cap: neither 0 nor a number above it";
     if (args.output_stride < size_t(args.num_heads) * size_t(args.kv->head_dim)) return "output_stride: less than a row";
     if (!args.queries || !args.output) return "queries or output: missing";
     return nullptr;
