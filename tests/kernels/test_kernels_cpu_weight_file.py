@@ -121,6 +121,37 @@ def test_private_memory_has_the_same_interface() -> None:
     assert_filled(file)
 
 
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+def test_huge_pages_are_asked_for_while_it_is_filled_and_when_it_is_used(path: Path) -> None:
+    """Written through small pages, a file stayed in them for all services of the host, however they mapped it."""
+    wants: list[bool] = []
+
+    def fill_and_look(file: WeightFile) -> None:
+        fill(file)
+        wants.append(has_huge_pages(file))
+
+    for target in (path, None):
+        file = create_weight_file(target, KEY, ENTRIES, fill_and_look)
+        wants.append(has_huge_pages(file))
+        file.close()
+    opened = open_weight_file(path, KEY)
+    assert opened is not None
+    assert [*wants, has_huge_pages(opened)] == [True] * 5
+
+
+def has_huge_pages(file: WeightFile) -> bool:
+    """Whether the memory of its first entry was advised to."""
+    address, is_here = file.array(ENTRIES[0].name).ctypes.data, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            is_here = begin <= address < end
+        elif first == "VmFlags:" and is_here:
+            return "hg" in rest
+    raise AssertionError("not mapped")
+
+
 def test_mapping_is_shared_with_the_file(path: Path) -> None:
     file = create(path)
     with path.open("r+b") as other:
