@@ -18,11 +18,15 @@ from pdmesh.connector.pool import PoolShape
 from pdmesh.errors import Forbidden, HandshakeRefused, PeerUnavailable, TransferFailed
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc, offers
+from pdmesh.protocol.capabilities import OWN, UNTOLD
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import EndedOffer, OfferTable, Reason
 from pdmesh.protocol.states import TransferState
+from pdmesh.protocol.transfers import Ended
+from pdmesh.protocol.version import PROTOCOL_VERSION
 from pdmesh.security import MeshSecret
 from pdmesh.servers import grpc_server
+from support.old_wire import OldWireServer
 from support.pool_node import SECRET, make_pool
 
 SHAPE = PoolShape(num_blocks=8, block_bytes=4096)
@@ -58,7 +62,9 @@ async def owning(
     connectors: tuple[str, ...] = ("shm", "grpc"),
     secret: MeshSecret = SECRETS,
     port: int = 0,
+    is_old: bool = False,
 ) -> AsyncIterator[Owner]:
+    """`is_old`: it speaks protocol version 1."""
     pool = make_pool(SHAPE, filled=True)
     ended: list[EndedOffer] = []
     table = OfferTable()
@@ -75,7 +81,11 @@ async def owning(
     owner = Owner(table, servicer, ended, blocks)
     reaper = asyncio.create_task(servicer.run())
     try:
-        async with grpc_server("127.0.0.1", port, secret, lambda server: [servicer.add_to(server)]) as owner.port:
+
+        def register(server: grpc.aio.Server) -> list[str]:
+            return [servicer.add_to(OldWireServer(server) if is_old else server)]  # type: ignore[arg-type]
+
+        async with grpc_server("127.0.0.1", port, secret, register) as owner.port:
             yield owner
     finally:
         reaper.cancel()
@@ -121,11 +131,15 @@ def test_a_transfer_from_handshake_to_commit() -> None:
             owner.offers.release("o")
             owner.servicer.settle()
             assert owner.ended == []
-            assert await peers.end("owner@1", "t", True)
+            assert await peers.end("owner@1", "t", True) == Ended(
+                known=True, outcome=TransferState.COMMITTED, peer_id="owner@1"
+            )
             assert [each.reason for each in owner.ended] == [Reason.RELEASED]
             assert owner.offers.transfers_ended[TransferState.COMMITTED] == 1
-            assert not await peers.end("owner@1", "t", True)
-            assert not await peers.end("nobody@1", "t", True)
+            assert await peers.end("owner@1", "t", False) == Ended(
+                known=False, outcome=TransferState.COMMITTED, peer_id="owner@1"
+            )
+            assert await peers.end("nobody@1", "t", True) is None
         assert half.detached == ["owner@1"]
 
     asyncio.run(scenario())
@@ -253,7 +267,9 @@ def test_a_restarted_owner_replaces_its_predecessor() -> None:
                 # gRPC connects to the new process by itself, so the call succeeds: only its answer tells who that is.
                 begun = await peers.begin(old, transfer_id="t1", offer_id="o", digest=DIGEST, remaining_s=5.0)
                 assert begun.peer_id == "owner@2"
-                assert await peers.end("owner@1", "t1", False, "aborted")
+                assert await peers.end("owner@1", "t1", False, "aborted") == Ended(
+                    known=True, outcome=TransferState.ABORTED, peer_id="owner@2"
+                )
                 new = await peers.confirm(old, 2.0)
                 assert new.peer_id == "owner@2"
                 assert half.detached == ["owner@1"]
@@ -399,10 +415,33 @@ def test_a_pull_that_lost_its_peer_drops_it() -> None:
             for transfer_id, reason in (("t1", "stale"), ("t2", "cancelled"), ("t3", "peer_lost")):
                 assert half.detached == []
                 await peers.begin(peer, transfer_id=transfer_id, offer_id="o", digest=DIGEST, remaining_s=5.0)
-                assert await peers.end("owner@1", transfer_id, False, reason)
+                ended = await peers.end("owner@1", transfer_id, False, reason)
+                assert ended is not None
+                assert ended.known
             assert half.detached == ["owner@1"]
             outcomes = owner.offers.transfers_ended
             assert (outcomes[TransferState.FAILED], outcomes[TransferState.ABORTED]) == (2, 1)
+
+    asyncio.run(scenario())
+
+
+def test_an_owner_and_a_consumer_of_adjacent_versions_exchange_kv() -> None:
+    """What the newer side adds is lost on the way, in either direction; what both know is enough."""
+
+    async def scenario() -> None:
+        async with owning(is_old=True) as owner, directory(Half()) as peers:
+            owner.offer()
+            peer = await peers.reach(owner.address, 2.0)
+            assert (peer.protocol, peer.capabilities) == (1, UNTOLD)
+            begun = await peers.begin(peer, transfer_id="t", offer_id="o", digest=DIGEST, remaining_s=5.0)
+            assert begun.view == offers.OfferView(groups=[owner.blocks], num_tokens=20)
+            refused = await peers.begin(peer, transfer_id="t2", offer_id="o", digest=b"x" * 32, remaining_s=5.0)
+            assert type(refused.error) is TransferFailed
+            assert await peers.end("owner@1", "t", True) == Ended(known=True)
+            assert owner.offers.transfers_ended[TransferState.COMMITTED] == 1
+        async with owning() as owner, directory(Half()) as peers:
+            peer = await peers.reach(owner.address, 2.0)
+            assert (peer.protocol, peer.capabilities) == (PROTOCOL_VERSION, OWN)
 
     asyncio.run(scenario())
 

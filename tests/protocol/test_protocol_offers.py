@@ -196,6 +196,54 @@ def test_a_long_lease_in_front_hides_no_short_one_behind(table: OfferTable, cloc
     assert ended(table) == [("short", Reason.EXPIRED)]
 
 
+def test_an_end_that_overtakes_its_begin_is_heeded(table: OfferTable) -> None:
+    """Once, the begin then pinned the blocks for a lease; with an owner that writes it would have written into blocks that
+    its consumer had given to somebody else."""
+    opened(table)
+    assert not table.end("t", False, "cancelled")
+    assert table.outcome_of("t") is TransferState.ABORTED
+    assert refusal(table, transfer_id="t") == Reason.TRANSFER_ENDED
+    assert not table.end("t2", False, "stale")
+    assert table.outcome_of("t2") is TransferState.FAILED
+    # Nothing can have been read of what was never begun: the word is an earlier owner's.
+    assert not table.end("t3", True)
+    assert table.outcome_of("t3") is None
+    table.begin("t3", "c", "o", DIGEST)
+    assert table.outcome_of("t3") is TransferState.READING
+    assert table.num_transfers == 1
+
+
+def test_what_is_written_holds_its_blocks_until_the_writer_stops(table: OfferTable, clock: Clock) -> None:
+    opened(table)
+    for transfer_id in ("t1", "t2", "t3"):
+        table.begin(transfer_id, "c", "o", DIGEST, written=True)
+    assert table.end("t1", False, "cancelled")
+    table.stopped("t2")
+    clock.now += OFFER_LEASE_S + TRANSFER_LEASE_S
+    table.expire()
+    assert table.num_transfers == 0
+    assert (table.is_writing("t1"), table.is_writing("t2"), table.is_writing("t3")) == (True, False, True)
+    assert (table.num_open, ended(table)) == (1, [])
+    assert refusal(table, transfer_id="t4") == Reason.EXPIRED
+    table.stopped("t1")
+    table.stopped("t1")
+    assert ended(table) == []
+    table.stopped("t3")
+    table.stopped("never begun")
+    assert (table.num_open, ended(table)) == (0, [("o", Reason.EXPIRED)])
+    assert table.next_deadline() is None
+
+
+def test_a_writer_that_stops_early_does_not_end_its_transfer(table: OfferTable) -> None:
+    opened(table)
+    table.begin("t", "c", "o", DIGEST, written=True)
+    table.release("o")
+    table.stopped("t")
+    assert ended(table) == []
+    assert table.end("t", True)
+    assert ended(table) == [("o", Reason.RELEASED)]
+
+
 def test_an_offer_id_is_used_once(table: OfferTable) -> None:
     opened(table)
     table.release("o")
@@ -219,6 +267,7 @@ class Holder:
     closed: bool = False
     given_back: int = 0
     readers: set[str] = field(default_factory=set)
+    writers: set[str] = field(default_factory=set)
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -255,12 +304,12 @@ class Interleavings(RuleBasedStateMachine):
             assert not self.holders[offer_id].sealed
             self.holders[offer_id].sealed = True
 
-    @rule(target=transfers, offer_id=offers, right=st.booleans())
-    def begin(self, offer_id: str, right: bool) -> object:
+    @rule(target=transfers, offer_id=offers, right=st.booleans(), written=st.booleans())
+    def begin(self, offer_id: str, right: bool, written: bool) -> object:
         transfer_id = f"t{self.num_begun}"
         self.num_begun += 1
         try:
-            self.table.begin(transfer_id, "c", offer_id, DIGEST if right else b"", None)
+            self.table.begin(transfer_id, "c", offer_id, DIGEST if right else b"", None, written=written)
         except TransferFailed:
             return multiple()
         holder = self.holders[offer_id]
@@ -268,6 +317,8 @@ class Interleavings(RuleBasedStateMachine):
         assert holder.sealed
         assert not holder.given_back
         holder.readers.add(transfer_id)
+        if written:
+            holder.writers.add(transfer_id)
         self.readers[transfer_id] = Reader(offer_id, self.clock.now + TRANSFER_LEASE_S)
         return transfer_id
 
@@ -284,6 +335,12 @@ class Interleavings(RuleBasedStateMachine):
         reader = self.readers.pop(transfer_id, None)
         alive = reader is not None and reader.lease_end_s > self.clock.now
         assert self.table.end(transfer_id, committed, reason) == alive
+
+    @rule(transfer_id=transfers)
+    def stop_writing(self, transfer_id: str) -> None:
+        self.table.stopped(transfer_id)
+        for holder in self.holders.values():
+            holder.writers.discard(transfer_id)
 
     @rule(offer_id=offers)
     def renew(self, offer_id: str) -> None:
@@ -314,6 +371,7 @@ class Interleavings(RuleBasedStateMachine):
             assert (each.groups == BLOCKS) == holder.sealed
             reading = {id for id, reader in self.readers.items() if reader.offer_id == each.offer_id}
             assert all(self.readers[id].lease_end_s <= self.clock.now for id in reading)
+            assert not holder.writers
 
     @invariant()
     def every_begun_transfer_has_ended_once_or_reads(self) -> None:
@@ -323,6 +381,9 @@ class Interleavings(RuleBasedStateMachine):
         # The longest an unrenewed offer can live: its seal's deadline, then a lease.
         self.clock.now += 100.0
         self.table.expire()
+        for holder in self.holders.values():
+            for transfer_id in list(holder.writers):
+                self.stop_writing(transfer_id)
         self.blocks_are_given_back_once_and_never_under_a_reader()
         assert self.table.num_open == self.table.num_transfers == 0
         assert self.table.next_deadline() is None

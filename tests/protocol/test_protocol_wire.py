@@ -22,7 +22,8 @@ from pdmesh.protocol.messages import (
     ThinkingBudget,
     TokenLogprobs,
 )
-from pdmesh.protocol.version import PROTOCOL_MAX, PROTOCOL_MIN, agree
+from pdmesh.protocol.states import TransferState
+from pdmesh.protocol.version import HISTORY, PROTOCOL_MIN, PROTOCOL_VERSION, agree
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -135,11 +136,18 @@ begins = st.builds(
 )
 views = st.builds(transfers.OfferView, groups=groups, num_tokens=count)
 ends = st.builds(transfers.End, transfer_id=text, committed=st.booleans(), reason=text)
+endeds = st.builds(
+    transfers.Ended,
+    known=st.booleans(),
+    outcome=st.none() | st.sampled_from(TransferState),
+    writing=st.booleans(),
+    peer_id=text,
+)
 
 
-@given(begins, views, ends, st.booleans())
+@given(begins, views, ends, endeds)
 def test_what_is_said_of_transfers_survives(
-    begin: transfers.Begin, view: transfers.OfferView, end: transfers.End, known: bool
+    begin: transfers.Begin, view: transfers.OfferView, end: transfers.End, ended: transfers.Ended
 ) -> None:
     sent = transfers.begin_to_pb(begin).SerializeToString()
     assert transfers.begin_from_pb(pb.BeginTransferRequest.FromString(sent)) == begin
@@ -148,9 +156,12 @@ def test_what_is_said_of_transfers_survives(
     assert transfers.begun_from_pb(pb.BeginTransferReply.FromString(sent)) == begun
     sent = transfers.end_to_pb(end).SerializeToString()
     assert transfers.end_from_pb(pb.EndTransferRequest.FromString(sent)) == end
-    ended = transfers.Ended(known=known)
     sent = transfers.ended_to_pb(ended).SerializeToString()
     assert transfers.ended_from_pb(pb.EndTransferReply.FromString(sent)) == ended
+
+
+def test_an_outcome_of_a_later_release_is_none() -> None:
+    assert transfers.ended_from_pb(pb.EndTransferReply(outcome="evaporated")) == transfers.Ended(known=False)
 
 
 def test_a_refused_begin_survives() -> None:
@@ -205,7 +216,8 @@ def test_what_is_overdue_has_no_time_left() -> None:
 
 
 def test_versions_meet_where_their_ranges_do() -> None:
-    assert agree(PROTOCOL_MIN, PROTOCOL_MAX) == PROTOCOL_MAX
+    assert agree(PROTOCOL_MIN, PROTOCOL_VERSION) == PROTOCOL_VERSION == max(HISTORY)
+    assert list(HISTORY) == list(range(1, PROTOCOL_VERSION + 1))
     assert agree(1, 9, own_min=2, own_max=4) == 4
     assert agree(3, 3, own_min=2, own_max=4) == 3
     for low, high in ((5, 9), (0, 1)):

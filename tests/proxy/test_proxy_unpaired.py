@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from pdmesh.protocol import mesh_pb2 as pb
 from support.fake_engine import FakeEngine
-from support.fake_mesh import fake_mesh, token_request, tokens_of
+from support.fake_mesh import fake_mesh, token_request, tokens_of, until
 
 
 def test_engines_that_cannot_pair_are_named_once_with_what_differs(caplog: pytest.LogCaptureFixture) -> None:
@@ -25,3 +26,36 @@ def test_engines_that_cannot_pair_are_named_once_with_what_differs(caplog: pytes
     assert "KV layouts (block size, dtype) differ" in warning
     assert "layout-1" in warning
     assert "layout-2" in warning
+
+
+@pytest.mark.parametrize(("old_prefill", "old_decode"), [(True, False), (False, True), (True, True)])
+def test_engines_of_the_protocol_version_before_disaggregate(old_prefill: bool, old_decode: bool) -> None:
+    """As in the middle of an upgrade, one replica after the other."""
+
+    async def body() -> None:
+        prefill, decode = FakeEngine("prefill", is_old=old_prefill), FakeEngine("decode", is_old=old_decode)
+        async with fake_mesh(prefill, decode) as mesh:
+            newest = {view.can_prefill: view.protocol_max for view in mesh.cluster.view().engines}
+            assert newest == {True: 2 - old_prefill, False: 2 - old_decode}
+            request = token_request(max_tokens=20)
+            assert len(tokens_of(await mesh.collect(request))) == 20
+            assert (request.trace.reason, request.trace.fallbacks) == ("disaggregated", [])
+            assert len(decode.requests) == 1
+            assert decode.requests[0].ticket
+            await until(lambda: not prefill.offers.open)
+
+    asyncio.run(body())
+
+
+def test_engines_whose_capabilities_do_not_meet_are_not_paired(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+        del decode.info.capabilities[:]
+        decode.info.capabilities.append(pb.Capability(name="ticket_read", oldest=2, newest=3))
+        async with fake_mesh(prefill, decode) as mesh:
+            request = token_request()
+            assert tokens_of(await mesh.collect(request))
+            assert request.trace.reason == "no_compatible_pair"
+
+    asyncio.run(body())
+    assert "tickets are written in version 1 and read in 2 to 3" in caplog.text

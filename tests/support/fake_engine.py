@@ -21,11 +21,14 @@ from pdmesh.auth import AuthInterceptor
 from pdmesh.errors import MeshError, TransferFailed
 from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol.capabilities import OWN, capabilities_to_pb
 from pdmesh.protocol.mesh_pb2_grpc import EngineServicer, add_EngineServicer_to_server
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, TokenLogprobs
 from pdmesh.protocol.ticket import Ticket, request_digest, seal, unseal
+from pdmesh.protocol.version import PROTOCOL_VERSION
 from pdmesh.protocol.wire import delta_to_pb, request_from_pb
 from pdmesh.security import MeshSecret
+from support.old_wire import OldWireServer
 
 SECRET = MeshSecret("a-secret-for-the-fakes")
 KV_BYTES = 4096
@@ -92,7 +95,9 @@ class FakeEngine(EngineServicer):
         max_model_len: int = 4096,
         vocab_size: int = 512,
         connectors: Sequence[str] = ("shm", "grpc"),
+        is_old: bool = False,
     ) -> None:
+        """`is_old`: it speaks protocol version 1."""
         self.behaviour = behaviour or Behaviour()
         self.port = port
         self.info = pb.EngineInfo(
@@ -107,9 +112,11 @@ class FakeEngine(EngineServicer):
             vocab_size=vocab_size,
             connectors=connectors,
             protocol_min=1,
-            protocol_max=1,
+            protocol_max=PROTOCOL_VERSION,
             version="0",
+            capabilities=capabilities_to_pb(OWN),
         )
+        self._is_old = is_old
         self.requests: list[GenerateRequest] = []
         self.running: dict[str, asyncio.Task[None]] = {}
         self.aborts: list[tuple[str, int]] = []
@@ -136,7 +143,7 @@ class FakeEngine(EngineServicer):
 
     async def __aenter__(self) -> Self:
         self._server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[AuthInterceptor(SECRET)])
-        add_EngineServicer_to_server(self, self._server)
+        add_EngineServicer_to_server(self, OldWireServer(self._server) if self._is_old else self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
         FakeEngine.everyone[self.peer_id] = self

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from pdmesh.errors import PeerUnavailable
 from pdmesh.openai.generator import ModelCard
+from pdmesh.protocol.capabilities import capabilities_from_pb
 from pdmesh.security import MeshSecret
 from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.discovery import Addresses, Discovery, Listed
@@ -244,6 +245,7 @@ def _engine_view(endpoint: Endpoint, session: EngineSession) -> EngineView:
         connectors=frozenset(info.connectors),
         protocol_min=info.protocol_min,
         protocol_max=info.protocol_max,
+        capabilities=capabilities_from_pb(info.capabilities),
         draining=load.draining or session.closing,
         num_sequences=max(session.num_sequences, load.num_running + load.num_waiting),
         waiting_tokens=max(session.waiting_tokens, load.num_waiting_tokens),

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdmesh.openai.generator import BEAM_SEARCH
+from pdmesh.protocol.capabilities import handoff_obstacle
 from pdmesh_proxy.view import ClusterView, EngineView
 
 # An assumption, not a measurement: only the order of engines depends on it. One more sequence in every step is taken to
@@ -134,6 +135,7 @@ def compatible(prefill: EngineView, decode: EngineView) -> bool:
         and prefill.layout_fingerprints == decode.layout_fingerprints
         and not prefill.connectors.isdisjoint(decode.connectors)
         and max(prefill.protocol_min, decode.protocol_min) <= min(prefill.protocol_max, decode.protocol_max)
+        and not handoff_obstacle(prefill.capabilities, decode.capabilities)
     )
 
 
@@ -147,6 +149,8 @@ def incompatibility(prefill: EngineView, decode: EngineView) -> str:
     if prefill.connectors.isdisjoint(decode.connectors):
         ours, theirs = (",".join(sorted(engine.connectors)) for engine in (prefill, decode))
         found.append(f"they have no connector in common ({ours} and {theirs})")
+    if obstacle := handoff_obstacle(prefill.capabilities, decode.capabilities):
+        found.append(obstacle)
     return "; ".join(found) or "their protocol versions differ"
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pdmesh.protocol.capabilities import UNTOLD, Capabilities
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
@@ -21,6 +23,7 @@ class EngineView:
     connectors: frozenset[str]
     protocol_min: int
     protocol_max: int
+    capabilities: Capabilities = UNTOLD
     draining: bool = False
     num_sequences: int = 0
     """Running and waiting, as far as engine and proxy know."""

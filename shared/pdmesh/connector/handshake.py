@@ -12,12 +12,13 @@ import grpc
 import grpc.aio
 
 from pdmesh.connector.base import PeerPool
-from pdmesh.connector.owner import check_fingerprints
+from pdmesh.connector.owner import check_fingerprints, check_pools
 from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable
 from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
-from pdmesh.protocol.version import PROTOCOL_MAX, PROTOCOL_MIN, agree
+from pdmesh.protocol.capabilities import OWN, Capabilities, capabilities_from_pb, capabilities_to_pb
+from pdmesh.protocol.version import PROTOCOL_MIN, PROTOCOL_VERSION, agree
 from pdmesh.security import MeshSecret
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Peer:
     connector: str
     """The one in use."""
     protocol: int
+    capabilities: Capabilities
     num_blocks: int
     block_bytes: int
     channel: grpc.aio.Channel
@@ -83,7 +85,8 @@ class Greeter:
         request = pb.HandshakeRequest(
             peer_id=self._peer_id,
             protocol_min=PROTOCOL_MIN,
-            protocol_max=PROTOCOL_MAX,
+            protocol_max=PROTOCOL_VERSION,
+            capabilities=capabilities_to_pb(OWN),
             layout_fingerprints=self._layout_fingerprints,
             model_fingerprint=self._model_fingerprint,
             block_bytes=self._block_bytes,
@@ -95,6 +98,7 @@ class Greeter:
         except grpc.aio.AioRpcError as exc:
             raise translated(exc, address) from exc
         agree(reply.protocol, reply.protocol, peer=reply.peer_id)
+        check_pools(capabilities_from_pb(reply.capabilities), OWN, reply.peer_id)
         check_fingerprints(
             (self._peer_id, self._model_fingerprint, self._layout_fingerprints),
             (reply.peer_id, reply.model_fingerprint, list(reply.layout_fingerprints)),

@@ -16,6 +16,13 @@ from pdmesh.connector.pool import KVPool
 from pdmesh.errors import HandshakeRefused, InvalidRequest, MeshError, TransferFailed
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
+from pdmesh.protocol.capabilities import (
+    OWN,
+    Capabilities,
+    capabilities_from_pb,
+    capabilities_to_pb,
+    pool_obstacle,
+)
 from pdmesh.protocol.offers import EndedOffer, OfferTable
 from pdmesh.protocol.transfers import Begun, Ended, begin_from_pb, begun_to_pb, end_from_pb, ended_to_pb
 from pdmesh.protocol.version import agree
@@ -88,6 +95,7 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         """Agree on a protocol version and tell what the pool is; refuses layouts and models that differ."""
         try:
             version = agree(request.protocol_min, request.protocol_max, peer=request.peer_id)
+            check_pools(OWN, capabilities_from_pb(request.capabilities), request.peer_id)
             check_fingerprints(
                 (request.peer_id, request.model_fingerprint, list(request.layout_fingerprints)),
                 (self._peer_id, self._model_fingerprint, self._layout_fingerprints),
@@ -104,6 +112,7 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
             connectors=[
                 pb.ConnectorMetadata(connector=name, metadata=metadata) for name, metadata in self._connectors.items()
             ],
+            capabilities=capabilities_to_pb(OWN),
         )
 
     async def BeginTransfer(self, request: pb.BeginTransferRequest, context: Context) -> pb.BeginTransferReply:
@@ -131,11 +140,17 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         return pb.RenewTransfersReply(ended=ended)
 
     async def EndTransfer(self, request: pb.EndTransferRequest, context: Context) -> pb.EndTransferReply:
-        """Take note of a transfer's outcome."""
+        """Take note of a transfer's outcome; say how it has ended here, which is another when its lease was over first."""
         end = end_from_pb(request)
         known = self.offers.end(end.transfer_id, end.committed, end.reason)
         self.settle()
-        return ended_to_pb(Ended(known=known))
+        ended = Ended(
+            known=known,
+            outcome=self.offers.outcome_of(end.transfer_id),
+            writing=self.offers.is_writing(end.transfer_id),
+            peer_id=self._peer_id,
+        )
+        return ended_to_pb(ended)
 
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Context) -> AsyncIterator[pb.BlockChunk]:
         """Stream blocks, and with each chunk the generation words read after its data were copied."""
@@ -159,6 +174,12 @@ def check_fingerprints(asked: tuple[str, str, list[str]], own: tuple[str, str, l
             raise HandshakeRefused(
                 f"{what} differ: {asked[0]} has [{theirs}], {own[0]} has [{ours}]; run the same model, dtype and block size"
             )
+
+
+def check_pools(owner: Capabilities, reader: Capabilities, peer_id: str) -> None:
+    """Raise HandshakeRefused when the one cannot read the other's pool; `peer_id` names the one that is not this process."""
+    if obstacle := pool_obstacle(owner, reader):
+        raise HandshakeRefused(f"KV cannot be exchanged with {peer_id}: {obstacle}")
 
 
 def read_chunks(pool: KVPool, peer_id: str, request: pb.ReadBlocksRequest) -> Iterator[pb.BlockChunk]:

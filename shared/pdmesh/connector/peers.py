@@ -22,9 +22,10 @@ from pdmesh.connector.active import ERROR_PREFIX, PullEnd
 from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, open_channel, translated
 from pdmesh.errors import MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol.capabilities import capabilities_from_pb
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import RENEW_INTERVAL_S
-from pdmesh.protocol.transfers import Begin, Begun, End, begin_to_pb, begun_from_pb, end_to_pb, ended_from_pb
+from pdmesh.protocol.transfers import Begin, Begun, End, Ended, begin_to_pb, begun_from_pb, end_to_pb, ended_from_pb
 from pdmesh.security import MeshSecret
 
 __all__ = ["Ask", "Peer", "PeerDirectory"]
@@ -176,28 +177,28 @@ class PeerDirectory:
         if self._renewing is None or self._renewing.done():
             self._renewing = self._in_background(self._renew(), "renew-transfers")
 
-    async def end(self, peer_id: str, transfer_id: str, committed: bool, reason: str = "") -> bool:
-        """Tell the owner how a transfer ended. False when it no longer knows it or cannot be told (its lease ends it).
+    async def end(self, peer_id: str, transfer_id: str, committed: bool, reason: str = "") -> Ended | None:
+        """Tell the owner how a transfer ended, and learn what it makes of that. None when it cannot be told: its lease ends it.
 
         A peer whose memory could not be read is dropped, so that the next `reach` shakes hands anew.
         """
         peer = self._by_id(peer_id)
         if peer is None:
-            return False
+            return None
         peer.transfers.discard(transfer_id)
         request = end_to_pb(End(transfer_id=transfer_id, committed=committed, reason=reason))
-        known = False
+        ended = None
         try:
             async with self._calling(peer):
                 reply: pb.EndTransferReply = await peer.stub.EndTransfer(
                     request, timeout=END_TIMEOUT_S, metadata=self._secret.call_metadata()
                 )
-            known = ended_from_pb(reply).known
+            ended = ended_from_pb(reply)
         except MeshError as exc:
             log.debug("%s was not told of the end of %s: %s", peer_id, transfer_id, exc.message)
         if not committed and reason.startswith((PullEnd.PEER_LOST, ERROR_PREFIX)):
             self._lose(peer)
-        return known
+        return ended
 
     def forget(self, peer_id: str) -> None:
         """Drop a peer, as after a pull that ended with `peer_lost`; the next `reach` shakes hands anew."""
@@ -230,6 +231,7 @@ class PeerDirectory:
             address=address,
             connector=connector,
             protocol=reply.protocol,
+            capabilities=capabilities_from_pb(reply.capabilities),
             num_blocks=reply.num_blocks,
             block_bytes=reply.block_bytes,
             channel=channel,

@@ -53,6 +53,7 @@ class EngineInfo(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     epoch: _builtins.int
     """new for each start of the process"""
@@ -79,6 +80,10 @@ class EngineInfo(_message.Message):
     def connectors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """offered, in order of preference"""
 
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedCompositeFieldContainer[Global___Capability]:
+        """protocol 2; what is not named is that of the first release"""
+
     def __init__(
         self,
         *,
@@ -98,14 +103,42 @@ class EngineInfo(_message.Message):
         num_blocks: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
+        capabilities: _abc.Iterable[Global___Capability] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connectors", b"connectors", "engine_id", b"engine_id", "epoch", b"epoch", "layout_fingerprints", b"layout_fingerprints", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "capabilities", b"capabilities", "connectors", b"connectors", "engine_id", b"engine_id", "epoch", b"epoch", "layout_fingerprints", b"layout_fingerprints", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineInfo: _TypeAlias = EngineInfo  # noqa: Y015
+
+@_typing.final
+class Capability(_message.Message):
+    """Something that has versions of its own, and those that this side has. Unknown names are ignored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OLDEST_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    oldest: _builtins.int
+    newest: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        oldest: _builtins.int = ...,
+        newest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "newest", b"newest", "oldest", b"oldest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Capability: _TypeAlias = Capability  # noqa: Y015
 
 @_typing.final
 class SubmitFrame(_message.Message):
@@ -689,6 +722,7 @@ class HandshakeRequest(_message.Message):
     LAYOUT_FINGERPRINTS_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     """engine_id@epoch of the caller"""
     protocol_min: _builtins.int
@@ -700,6 +734,8 @@ class HandshakeRequest(_message.Message):
     def block_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bytes of a block of each layout, in their order: the tier makes its arena for that layout with the first consumer."""
 
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedCompositeFieldContainer[Global___Capability]: ...
     def __init__(
         self,
         *,
@@ -709,10 +745,11 @@ class HandshakeRequest(_message.Message):
         layout_fingerprints: _abc.Iterable[_builtins.str] | None = ...,
         model_fingerprint: _builtins.str = ...,
         block_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        capabilities: _abc.Iterable[Global___Capability] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "layout_fingerprints", b"layout_fingerprints", "model_fingerprint", b"model_fingerprint", "peer_id", b"peer_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "capabilities", b"capabilities", "layout_fingerprints", b"layout_fingerprints", "model_fingerprint", b"model_fingerprint", "peer_id", b"peer_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -729,6 +766,7 @@ class HandshakeReply(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     CONNECTORS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     protocol: _builtins.int
     """the version both will speak"""
@@ -739,6 +777,8 @@ class HandshakeReply(_message.Message):
     def layout_fingerprints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def connectors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConnectorMetadata]: ...
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedCompositeFieldContainer[Global___Capability]: ...
     def __init__(
         self,
         *,
@@ -749,10 +789,11 @@ class HandshakeReply(_message.Message):
         num_blocks: _builtins.int = ...,
         block_bytes: _builtins.int = ...,
         connectors: _abc.Iterable[Global___ConnectorMetadata] | None = ...,
+        capabilities: _abc.Iterable[Global___Capability] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "connectors", b"connectors", "layout_fingerprints", b"layout_fingerprints", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "capabilities", b"capabilities", "connectors", b"connectors", "layout_fingerprints", b"layout_fingerprints", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -928,15 +969,28 @@ class EndTransferReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KNOWN_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    WRITING_FIELD_NUMBER: _builtins.int
+    PEER_ID_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
+    """it ran until now"""
+    outcome: _builtins.str
+    """how it has ended at the owner, also if before: committed | failed | expired | aborted; empty: not known"""
+    writing: _builtins.bool
+    """the owner's transport may still write into the consumer's blocks: say the end again to learn when not"""
+    peer_id: _builtins.str
+    """of who answers: another than the known one knows nothing of what that one still writes"""
     def __init__(
         self,
         *,
         known: _builtins.bool = ...,
+        outcome: _builtins.str = ...,
+        writing: _builtins.bool = ...,
+        peer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "outcome", b"outcome", "peer_id", b"peer_id", "writing", b"writing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

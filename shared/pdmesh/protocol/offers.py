@@ -4,7 +4,8 @@ No I/O: the owner's servicer calls in, and takes out what has ended with `take_e
 `states.py`.
 
 The promises, kept for every order of calls: a transfer ends exactly once; an offer's blocks are given back exactly once,
-and never while a transfer reads them within its lease; when all leases are over nothing is left.
+and never while a transfer reads them within its lease, or while this owner's own transport writes them to a consumer; when all
+leases are over and all writers have stopped nothing is left.
 """
 
 import hmac
@@ -67,7 +68,14 @@ class _Offer:
     groups: list[GroupBlocks] = field(default_factory=list)
     num_tokens: int = 0
     reading: set[str] = field(default_factory=set)
+    """Transfers within their lease."""
+    writing: set[str] = field(default_factory=set)
+    """Transfers, ended ones too, for which this owner's transport may still read the blocks."""
     reason: Reason = Reason.RELEASED
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.reading and not self.writing
 
     def on(self, event: OfferEvent) -> None:
         self.state = OFFER_TABLE[self.state, event]
@@ -95,6 +103,8 @@ class OfferTable:
         self._clock = clock
         self._offers: dict[str, _Offer] = {}
         self._transfers: dict[str, _Transfer] = {}
+        self._writers: dict[str, _Offer] = {}
+        """Transfer id -> the offer whose blocks are being written for it."""
         self._offers_due: Deadlines[str] = Deadlines()
         """Of offers that have not closed."""
         self._transfers_due: Deadlines[str] = Deadlines()
@@ -157,11 +167,15 @@ class OfferTable:
         groups: list[GroupBlocks] | None = None,
         *,
         remaining_s: float = 600.0,
+        written: bool = False,
     ) -> OfferView:
         """Let a consumer read an offer, or the blocks of it named in `groups`; repeating a begin changes nothing.
 
-        `groups` may leave generations out. Raises TransferFailed (unknown, not_sealed, released, expired, committed,
-        digest, stale, transfer_ended) or Forbidden (blocks that are not the offer's, another consumer's transfer).
+        `groups` may leave generations out. `written`: this owner's transport writes them into the consumer's pool, so that
+        the blocks are held until `stopped` says that it does no more, whatever becomes of the transfer.
+
+        Raises TransferFailed (unknown, not_sealed, released, expired, committed, digest, stale, transfer_ended) or
+        Forbidden (blocks that are not the offer's, another consumer's transfer).
         """
         self.expire()
         if (running := self._transfers.get(transfer_id)) is not None:
@@ -189,6 +203,9 @@ class OfferTable:
         transfer.on(TransferEvent.BEGIN)
         self._transfers[transfer_id] = transfer
         offer.reading.add(transfer_id)
+        if written:
+            offer.writing.add(transfer_id)
+            self._writers[transfer_id] = offer
         self._extend(transfer)
         return view
 
@@ -212,16 +229,42 @@ class OfferTable:
         return True
 
     def end(self, transfer_id: str, committed: bool, reason: str = "") -> bool:
-        """End a transfer as its consumer says; False when it is unknown or has ended already, which changes nothing."""
+        """End a transfer as its consumer says; False when it is unknown or has ended already.
+
+        The end of an unknown one may have overtaken its begin, which is refused then: its consumer waits for nothing.
+        """
         self.expire()
+        event = event_of_end(committed, reason)
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
+            unheard = TRANSFER_TABLE.get((TransferState.OPEN, event))
+            if unheard is not None and transfer_id not in self._past_transfers:
+                _remember(self._past_transfers, transfer_id, unheard)
             return False
-        self._end_transfer(transfer, event_of_end(committed, reason))
+        self._end_transfer(transfer, event)
         return True
 
+    def outcome_of(self, transfer_id: str) -> TransferState | None:
+        """What became of a transfer; None when it is unknown or long ago."""
+        if transfer_id in self._transfers:
+            return TransferState.READING
+        return self._past_transfers.get(transfer_id)
+
+    def is_writing(self, transfer_id: str) -> bool:
+        """Whether this owner's transport may still write for a transfer, which may have ended."""
+        return transfer_id in self._writers
+
+    def stopped(self, transfer_id: str) -> None:
+        """This owner's transport writes no more for a transfer; unknown ones are ignored."""
+        offer = self._writers.pop(transfer_id, None)
+        if offer is None:
+            return
+        offer.writing.discard(transfer_id)
+        if offer.state is OfferState.CLOSING and offer.is_idle:
+            self._give_back(offer)
+
     def release(self, offer_id: str) -> bool:
-        """End an offer as soon as nothing reads from it; False when it was ending already or is unknown."""
+        """End an offer as soon as nothing reads or writes from it; False when it was ending already or is unknown."""
         self.expire()
         offer = self._offers.get(offer_id)
         if offer is None or offer.state is OfferState.CLOSING:
@@ -286,14 +329,14 @@ class OfferTable:
         offer.reading.discard(transfer.transfer_id)
         if transfer.state is TransferState.COMMITTED and offer.release_on_commit and offer.state is OfferState.SEALED:
             self._close(offer, Reason.COMMITTED)
-        elif offer.state is OfferState.CLOSING and not offer.reading:
+        elif offer.state is OfferState.CLOSING and offer.is_idle:
             self._give_back(offer)
 
     def _close(self, offer: _Offer, reason: Reason) -> None:
         offer.on(OfferEvent.CLOSE)
         self._offers_due.drop(offer.offer_id)
         offer.reason = reason
-        if not offer.reading:
+        if offer.is_idle:
             self._give_back(offer)
 
     def _give_back(self, offer: _Offer) -> None:

@@ -25,7 +25,7 @@ class OfferEvent(Enum):
     CLOSE = "close"
     """Released, or its lease is over."""
     IDLE = "idle"
-    """No transfer reads from it."""
+    """No transfer reads from it, and nothing is written out of it."""
 
 
 class TransferState(Enum):

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmesh.errors import Forbidden, TransferFailed
+from pdmesh.protocol.capabilities import OWN
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.security import MeshSecret
 
-TICKET_VERSION = 1
+TICKET_VERSION = OWN.ticket_write.newest
+"""In which tickets are written here."""
 MAC_PURPOSE = "ticket"
 MAC_BYTES = 32
 
@@ -65,8 +67,8 @@ def unseal(data: bytes, secret: MeshSecret) -> Ticket:
     when it names blocks that no pool can have, and Forbidden when it was not sealed with this mesh's secret or has been changed.
     """
     head, mac, body = data[:1], data[1 : 1 + MAC_BYTES], data[1 + MAC_BYTES :]
-    if head and head[0] != TICKET_VERSION:
-        raise TransferFailed(f"version: the ticket has version {head[0]}, this service reads {TICKET_VERSION}")
+    if head and not OWN.ticket_read.oldest <= head[0] <= OWN.ticket_read.newest:
+        raise TransferFailed(f"version: the ticket has version {head[0]}, this service reads {OWN.ticket_read}")
     if not body or not secret.check(MAC_PURPOSE, head + body, mac):
         raise Forbidden("the ticket is not one of this mesh or has been changed")
     try:

@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 from pdmesh.errors import MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.messages import GroupBlocks
+from pdmesh.protocol.states import TransferState
 from pdmesh.protocol.wire import blocks_from_pb, blocks_to_pb, error_from_pb, error_to_pb, to_ms
+
+# A later release may have others: these mean nothing here.
+_OUTCOMES = frozenset(state.value for state in TransferState)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,12 @@ class Ended:
 
     known: bool
     """Whether the transfer ran until now."""
+    outcome: TransferState | None = None
+    """How it has ended at the owner, now or before; None when the owner does not know."""
+    writing: bool = False
+    """Whether the owner's transport may still write into the consumer's blocks; saying the end again tells when not."""
+    peer_id: str = ""
+    """Of who answered, where it said so: another start of the owner knows nothing of what the one before still writes."""
 
 
 def begin_to_pb(begin: Begin) -> pb.BeginTransferRequest:
@@ -116,9 +126,11 @@ def end_from_pb(message: pb.EndTransferRequest) -> End:
 
 def ended_to_pb(ended: Ended) -> pb.EndTransferReply:
     """Encode the answer to an end."""
-    return pb.EndTransferReply(known=ended.known)
+    outcome = "" if ended.outcome is None else ended.outcome.value
+    return pb.EndTransferReply(known=ended.known, outcome=outcome, writing=ended.writing, peer_id=ended.peer_id)
 
 
 def ended_from_pb(message: pb.EndTransferReply) -> Ended:
     """Decode the answer to an end."""
-    return Ended(known=message.known)
+    outcome = TransferState(message.outcome) if message.outcome in _OUTCOMES else None
+    return Ended(known=message.known, outcome=outcome, writing=message.writing, peer_id=message.peer_id)

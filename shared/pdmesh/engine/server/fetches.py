@@ -145,7 +145,11 @@ class Fetches:
 
     async def _tell_owner(self, fetch: Fetch, reason: str) -> None:
         try:
-            await self._peers.end(fetch.peer_id, fetch.transfer_id, fetch.state is TransferState.COMMITTED, reason)
+            committed = fetch.state is TransferState.COMMITTED
+            ended = await self._peers.end(fetch.peer_id, fetch.transfer_id, committed, reason)
+            if committed and ended is not None and ended.outcome not in (None, TransferState.COMMITTED):
+                # The generation words say that what was read is right; that it took longer than the lease is worth knowing.
+                log.info("%s counts transfer %s as %s", fetch.peer_id, fetch.transfer_id, ended.outcome.value)
             if reason == PullEnd.PEER_LOST:
                 # Shake hands anew before the next pull: the peer's memory is gone, or the core let go of it.
                 self._peers.forget(fetch.peer_id)

@@ -9,7 +9,8 @@ from pdmesh import __version__
 from pdmesh.config import EngineConfig
 from pdmesh.engine.messages import CoreReady
 from pdmesh.protocol import mesh_pb2 as pb
-from pdmesh.protocol.version import PROTOCOL_MAX, PROTOCOL_MIN
+from pdmesh.protocol.capabilities import OWN, capabilities_to_pb
+from pdmesh.protocol.version import PROTOCOL_MIN, PROTOCOL_VERSION
 
 Role = Literal["prefill", "decode", "both"]
 
@@ -54,7 +55,8 @@ def describe(identity: Identity, ready: CoreReady, config: EngineConfig) -> pb.E
         vocab_size=ready.vocab_size,
         connectors=[name for name in config.connector if name in ready.connectors],
         protocol_min=PROTOCOL_MIN,
-        protocol_max=PROTOCOL_MAX,
+        protocol_max=PROTOCOL_VERSION,
+        capabilities=capabilities_to_pb(OWN),
         version=__version__,
         num_blocks=ready.num_blocks,
         max_num_batched_tokens=ready.max_num_batched_tokens,

@@ -1,0 +1,76 @@
+"""What a service can, as ranges of versions, so that two releases work together wherever their ranges meet.
+
+The protocol's own version (`version.py`) says what is said on the wire. What is not said there has versions of its own: how a
+ticket is written, how a pool lies in memory. A range that a peer does not tell is that of protocol version 1; names that are
+not known here are a later release's and are ignored.
+
+How a new version of something comes: one release reads it and still writes the old one, the next writes it, the one after no
+longer reads the old one. So any two releases that follow each other work together.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from pdmesh.protocol import mesh_pb2 as pb
+
+
+class Versions(msgspec.Struct, frozen=True, array_like=True):
+    """A range, both ends included."""
+
+    oldest: int
+    newest: int
+
+    def meet(self, other: "Versions") -> int | None:
+        """The newest version in both; None when there is none."""
+        newest = min(self.newest, other.newest)
+        return newest if newest >= max(self.oldest, other.oldest) else None
+
+    def __str__(self) -> str:
+        return f"{self.oldest}" if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
+
+FIRST = Versions(1, 1)
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """Each default is what a peer of protocol version 1 has."""
+
+    ticket_write: Versions = FIRST
+    """Versions in which it writes tickets."""
+    ticket_read: Versions = FIRST
+    """Versions that it can read."""
+    pool: Versions = FIRST
+    """Layouts of a pool's memory (generation words, then blocks) that it has or can read."""
+
+
+UNTOLD = Capabilities()
+"""Of a peer that tells nothing."""
+OWN = Capabilities()
+"""What this release can."""
+
+
+def capabilities_to_pb(capabilities: Capabilities) -> list[pb.Capability]:
+    """Encode."""
+    ranges = ((name, getattr(capabilities, name)) for name in Capabilities.__struct_fields__)
+    return [pb.Capability(name=name, oldest=versions.oldest, newest=versions.newest) for name, versions in ranges]
+
+
+def capabilities_from_pb(messages: Iterable[pb.Capability]) -> Capabilities:
+    """Decode; of a name that comes twice the last counts."""
+    told = {each.name: Versions(each.oldest, each.newest) for each in messages}
+    return Capabilities(**{name: told[name] for name in Capabilities.__struct_fields__ if name in told})
+
+
+def pool_obstacle(owner: Capabilities, reader: Capabilities) -> str:
+    """Why `reader` cannot read the memory of `owner`'s pool; empty when it can."""
+    if owner.pool.meet(reader.pool) is None:
+        return f"the pool's memory has layout version {owner.pool}, the reader knows {reader.pool}"
+    return ""
+
+
+def handoff_obstacle(prefill: Capabilities, decode: Capabilities) -> str:
+    """Why `decode` cannot go on where `prefill` ended; empty when it can."""
+    if prefill.ticket_write.meet(decode.ticket_read) is None:
+        return f"tickets are written in version {prefill.ticket_write} and read in {decode.ticket_read}"
+    return pool_obstacle(prefill, decode)
