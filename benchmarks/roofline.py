@@ -4,11 +4,13 @@
 
 The layers are those of SmolLM2-135M in bf16. Few rows (decode) read each weight once from memory: bytes of weights per second,
 beside plain reads of the same size. Many rows (prefill) are bound by the matrix units: FLOP/s, beside the better of PyTorch's
-F.linear and its prepacked oneDNN linear; theirs stop at the product, ours go on to the gate, the sum or the store. `--isa`
-chooses a slower instruction set. Medians of `--runs`, ours and theirs in turn.
+F.linear and its prepacked oneDNN linear; theirs stop at the product, ours go on to the gate, the sum or the store. `--model`, a
+directory with that model in bf16, adds whole steps: one stream's decode, and a prefill. `--isa` chooses a slower instruction
+set. Medians of `--runs`, ours and theirs in turn.
 """
 
 import argparse
+import contextlib
 import ctypes
 import mmap
 import os
@@ -29,6 +31,7 @@ from pdmesh_kernels.cpu.abi import Batch, DType, EmbedArgs, Epilogue, Format, Is
 from pdmesh_kernels.cpu.build import compiler
 from pdmesh_kernels.cpu.library import Library, Pool, choose_isa, load
 from pdmesh_kernels.cpu.packing import PackedWeight, pack_values, packed_bytes
+from roofline_step import decode_row, prefill_row
 
 # More than the caches of a core; in turn, all of them are cold.
 COLD_BYTES = 160 << 20
@@ -148,6 +151,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--few", type=int, nargs="*", default=[1, 8, 32], help="rows that are bound by memory")
     parser.add_argument("--many", type=int, nargs="*", default=[2048], help="rows that are bound by the matrix units")
+    parser.add_argument("--model", help="SmolLM2-135M in bf16: measures whole steps too")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--isa", default="auto")
     options = parser.parse_args()
@@ -165,8 +169,14 @@ def main() -> None:
         pool = Pool(library, num_threads, cpus)
         os.sched_setaffinity(0, cpus[:1])
         few_rows(library, isa, pool, cpus, options.few, options.runs)
-        many_rows(library, isa, pool, options.many, options.runs)
+        best = [many_rows(library, isa, pool, num_rows, options.runs) for num_rows in options.many]
         pool.close()
+        if options.model:
+            # Its neighbours on the machine may have changed since the table above.
+            read = read_bandwidth(cpus, options.runs)
+            print(decode_row(options.model, options.isa, cpus, options.runs, read))
+            for num_rows, seconds in zip(options.many, best, strict=True):
+                print(prefill_row(options.model, options.isa, cpus, num_rows, options.runs, seconds))
         os.sched_setaffinity(0, everywhere)
 
 
@@ -184,29 +194,31 @@ def few_rows(library: Library, isa: Isa, pool: Pool, cpus: list[int], rows: list
         program.close()
 
 
-def many_rows(library: Library, isa: Isa, pool: Pool, rows: list[int], runs: int) -> None:
-    for num_rows in rows:
-        print(
-            f"{pool.num_threads} threads, {num_rows} rows: TFLOP/s of ours; F.linear; prepacked oneDNN; ours to the better"
-        )
-        totals = [0.0] * 3
-        for layer in LAYERS:
-            program = Program(library, isa, make_weights(library, [layer], TORCH_WEIGHTS))
-            values = torch.randn(layer.num_outputs, layer.num_inputs)
-            peers = [TorchLayers(layer, values, num_rows, is_prepacked=is_prepacked) for is_prepacked in (False, True)]
-            measures = [lambda: program.seconds(pool, num_rows) / TORCH_WEIGHTS, *(peer.seconds for peer in peers)]  # noqa: B023
-            times: list[list[float]] = [[], [], []]
-            for run in range(runs + 1):
-                for kept, measure in zip(times, measures, strict=True):
-                    # OpenMP's threads spin for a while after their work.
-                    time.sleep(0.02)
-                    seconds = measure()
-                    kept += [seconds] if run else []
-            medians = [statistics.median(kept) for kept in times]
-            totals = [total + seconds for total, seconds in zip(totals, medians, strict=True)]
-            print_speeds(layer.name, 2 * num_rows * layer.num_outputs * layer.num_inputs, medians)
-            program.close()
-        print_speeds("model", sum(2 * num_rows * layer.num_outputs * layer.num_inputs for layer in LAYERS), totals)
+def many_rows(library: Library, isa: Isa, pool: Pool, num_rows: int, runs: int) -> dict[tuple[int, int], float]:
+    """Return the seconds of the best, ours or theirs, by (outputs, inputs)."""
+    print(
+        f"{pool.num_threads} threads, {num_rows} rows: TFLOP/s of ours; F.linear; prepacked oneDNN; ours to the better"
+    )
+    totals, best = [0.0] * 3, {}
+    for layer in LAYERS:
+        program = Program(library, isa, make_weights(library, [layer], TORCH_WEIGHTS))
+        values = torch.randn(layer.num_outputs, layer.num_inputs)
+        peers = [TorchLayers(layer, values, num_rows, is_prepacked=is_prepacked) for is_prepacked in (False, True)]
+        measures = [lambda: program.seconds(pool, num_rows) / TORCH_WEIGHTS, *(peer.seconds for peer in peers)]  # noqa: B023
+        times: list[list[float]] = [[], [], []]
+        for run in range(runs + 1):
+            for kept, measure in zip(times, measures, strict=True):
+                # OpenMP's threads spin for a while after their work.
+                time.sleep(0.02)
+                seconds = measure()
+                kept += [seconds] if run else []
+        medians = [statistics.median(kept) for kept in times]
+        totals = [total + seconds for total, seconds in zip(totals, medians, strict=True)]
+        best[layer.num_outputs, layer.num_inputs] = min(medians)
+        print_speeds(layer.name, 2 * num_rows * layer.num_outputs * layer.num_inputs, medians)
+        program.close()
+    print_speeds("model", sum(2 * num_rows * layer.num_outputs * layer.num_inputs for layer in LAYERS), totals)
+    return best
 
 
 def print_speeds(name: str, flops: int, seconds: list[float]) -> None:
@@ -229,8 +241,11 @@ def make_weights(library: Library, layers: list[Layer], num_copies: int) -> list
 
 
 def mapped(num_bytes: int) -> NDArray[np.uint8]:
-    """Return memory in small pages, as mapped files, where weights lie, have it."""
-    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    """Return memory in huge pages where the system has them, as packed weights lie."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def median(measure: Callable[[], float], runs: int) -> float:
