@@ -32,7 +32,7 @@ def test_settings_exist_and_have_the_defaults_that_are_told() -> None:
         default = EngineConfig.model_fields[name].default
         first = re.match(r"`?([\w.]+)", told)
         assert first is not None
-        shown = {"True": "on", "False": "off", "[]": "none", "0.0": "0"}.get(str(default), str(default))
+        shown = {"True": "on", "False": "off", "[]": "none", "": "none", "0.0": "0"}.get(str(default), str(default))
         if told.startswith(("the model's", "the backend's", "by device")):
             shown = first[1]
             assert default == 0

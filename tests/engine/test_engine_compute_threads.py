@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from pdmesh.engine.compute_threads import resolve_threads
 from pdmesh.engine.cpu_backend import CpuBackend
 from pdmesh.engine.executor import Executor
 from pdmesh.engine.plan import StepPlan, StepResult
+from pdmesh.engine.server.preflight import check_engine
 from pdmesh.engine.torch_backend import TorchBackend
 from pdmesh.errors import ConfigError
 
@@ -90,6 +92,12 @@ def test_a_core_that_may_not_be_used_is_named_with_those_that_may(monkeypatch: p
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 5})
     with pytest.raises(ConfigError, match=r"cpu-cores 1,4-6: core 4 is not one .* 0-2,5$"):
         resolve_threads(EngineConfig(cpu_cores="1,4-6"))
+
+
+def test_it_is_refused_before_a_core_is_started() -> None:
+    config = EngineConfig(model="none-such", cpu_cores="1023", secret="a secret of this test", port=0, grpc_port=0)
+    with pytest.raises(ConfigError, match="cpu-cores 1023: core 1023"):
+        asyncio.run(check_engine(config))
 
 
 def test_the_library_gets_one_thread_per_core_and_the_first_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
