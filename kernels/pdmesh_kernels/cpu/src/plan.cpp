@@ -27,12 +27,14 @@ const char *check_sequence(const pdm_batch &batch, const int32_t *table, int seq
 void add_tiles(const pdm_batch &batch, int sequence, const pdm_kv &kv, int group_size, std::vector<AttentionTask> &tiles) {
     const int64_t context = batch.context_len[sequence];
     const int num_rows = int(batch.query_start[sequence + 1] - batch.query_start[sequence]) * group_size;
-    for (int row = 0; row < num_rows; row += TILE_ROWS) {
-        const int end = std::min(row + TILE_ROWS, num_rows);
-        const int64_t first_query = context + row / group_size, last_query = context + (end - 1) / group_size;
-        const int64_t first_key = kv.window > 0 ? std::max<int64_t>(0, first_query - kv.window + 1) : 0;
-        for (int head = 0; head < kv.num_kv_heads; head++)
+    // Tiles of one head follow each other: its keys and values stay in the second cache where those of all heads would not.
+    for (int head = 0; head < kv.num_kv_heads; head++) {
+        for (int row = 0; row < num_rows; row += TILE_ROWS) {
+            const int end = std::min(row + TILE_ROWS, num_rows);
+            const int64_t first_query = context + row / group_size, last_query = context + (end - 1) / group_size;
+            const int64_t first_key = kv.window > 0 ? std::max<int64_t>(0, first_query - kv.window + 1) : 0;
             tiles.push_back({sequence, head, row, end, int(first_key / PDM_SPLIT), int(last_query / PDM_SPLIT) + 1, nullptr});
+        }
     }
 }
 
