@@ -14,8 +14,9 @@
 
 namespace {
 
-// About 20 us: longer than any wait of an undisturbed step, shorter than what a thread that lost its core is away.
-constexpr int SPINS = 400;
+// About 50 us: longer than any wait of an undisturbed step and than a sleeper takes to come back, which would else have put the next
+// one to sleep; shorter than what a thread that lost its core is away.
+constexpr int SPINS = 1000;
 
 void futex(std::atomic<uint32_t> *word, int operation, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t *>(word), operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
