@@ -1,0 +1,180 @@
+"""What a handoff's world is made of: the rules that hold in it, and the state of its parties and of the network, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from pdmesh.protocol.offers import OfferTable
+from pdmesh.protocol.states import (
+    LANDING_TABLE,
+    LandingEvent,
+    LandingState,
+    OfferState,
+    Reason,
+    TransferState,
+)
+
+OFFER = "o"
+
+NOTHING, MINE, OTHER = "", "mine", "other's"
+"""What the block, or a consumer's copy of it, holds."""
+
+
+class At(StrEnum):
+    """Where the proxy is with its request."""
+
+    PREFILL = "prefill"
+    HOLDING = "holding"
+    """It has the ticket and no decode leg runs."""
+    DECODE = "decode"
+    DONE = "done"
+    GONE = "gone"
+    """The client left, or the request's time is up."""
+    CRASHED = "crashed"
+
+
+class Bumps(StrEnum):
+    """When a block gets a new generation word."""
+
+    BEFORE = "before its new content"
+    AFTER = "after its new content"
+    NEVER = "never"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is searched, and which rules hold in it; all as they should be unless said otherwise."""
+
+    pushes: bool = False
+    """The owner writes into the consumer's block, rather than the consumer reading the owner's."""
+    stock: bool = False
+    """A stock router: it neither renews nor releases, and the first commit ends the offer."""
+    faults: int = 1
+    legs: int = 2
+    """Decode legs that the proxy tries at most."""
+    table: type[OfferTable] = OfferTable
+    landing: Mapping[tuple[LandingState, LandingEvent], LandingState] = field(default_factory=lambda: LANDING_TABLE)
+    compares: bool = True
+    """The consumer compares generation words."""
+    compares_after: bool = True
+    """It reads them after the data, not before."""
+    bumps: Bumps = Bumps.BEFORE
+    checks_epoch: bool = True
+    """Only the process that made the promise is read."""
+    words_are_random: bool = True
+    """Each start of the owner begins with generation words of its own."""
+    gives_up: bool = True
+    """A consumer waits for an answer only so long."""
+    refusal_fences: bool = False
+    """A refused begin is taken for the word that nothing is written."""
+    any_answer_fences: bool = False
+    """So is what another start of the owner says."""
+    time_fences: bool = False
+    """So is time that passes."""
+
+
+class Owner(NamedTuple):
+    """An `OfferTable` as a value; times are relative to now."""
+
+    offer: tuple[OfferState, float, Reason, frozenset[str]] | None
+    """State, deadline, reason, transfers that read."""
+    writers: frozenset[str] = frozenset()
+    """Transfers that may still be written."""
+    transfers: tuple[tuple[str, float], ...] = ()
+    past_offers: tuple[tuple[str, Reason], ...] = ()
+    past_transfers: tuple[tuple[str, TransferState], ...] = ()
+
+
+class Proxy(NamedTuple):
+    at: At = At.PREFILL
+    leg: int = 0
+    on: str = ""
+    live: bool = False
+    """It holds the offer and has not heard that it is over."""
+    epoch: int = 0
+
+
+class Consumer(NamedTuple):
+    life: int = 0
+    """Grows with every crash."""
+    attempt: str = ""
+    """Id of its transfer; empty when it has none and no block waits for a writer."""
+    state: TransferState = TransferState.OPEN
+    epoch: int = 0
+    """Start of the owner that it deals with."""
+    word: tuple[int, int] = (-1, -1)
+    """Generation that it was promised."""
+    landing: LandingState | None = None
+    data: str = NOTHING
+    checked: bool = False
+    """It has compared words before it reads data, as it should not."""
+
+
+class Node(NamedTuple):
+    owner: Owner | None
+    """None: not running."""
+    epoch: int
+    word: int
+    content: str
+    held: bool
+    """The block is kept for the offer."""
+    proxy: Proxy
+    a: Consumer
+    b: Consumer
+    bag: tuple[tuple[Any, ...], ...]
+    faults: int
+    bad: str = ""
+
+    def send(self, *messages: tuple[Any, ...]) -> Node:
+        return self._replace(bag=tuple(sorted({*self.bag, *messages})))
+
+    def take(self, message: tuple[Any, ...]) -> Node:
+        return self._replace(bag=tuple(each for each in self.bag if each != message))
+
+    def consumer(self, name: str) -> Consumer:
+        return self.a if name == "A" else self.b
+
+    def with_consumer(self, name: str, consumer: Consumer) -> Node:
+        return self._replace(a=consumer) if name == "A" else self._replace(b=consumer)
+
+
+TO_OWNER = frozenset({"Begin", "End", "Release", "AbortPrefill", "Written", "WriteFailed"})
+TO_PROXY = frozenset({"Ticket", "Committed", "LegFailed"})
+RELIABLE = frozenset({"Write", "Written", "WriteFailed"})
+"""A transport's own doings: it knows what became of them."""
+REPEATABLE = frozenset({"Begin", "End"})
+ENDS = frozenset({At.DONE, At.GONE, At.CRASHED})
+
+
+def without_the_unheeded(node: Node) -> Node:
+    """Drop messages that will change nothing whenever they arrive."""
+    kept = tuple(message for message in node.bag if _is_heeded(node, message))
+    return node if len(kept) == len(node.bag) else node._replace(bag=kept)
+
+
+def _is_heeded(node: Node, message: tuple[Any, ...]) -> bool:
+    proxy = node.proxy
+    match message:
+        case ("Ticket", _):
+            return proxy.at is not At.CRASHED
+        case ("Committed" | "LegFailed", leg):
+            return proxy.at is At.DECODE and proxy.leg == leg
+        case ("Begun" | "Refused" | "Ended" | "Pushed" | "Stopped", attempt, *_):
+            return node.consumer(attempt[0]).attempt == attempt
+        case ("Release" | "AbortPrefill", epoch):
+            return node.owner is not None and node.epoch == epoch
+        case ("Written" | "WriteFailed", *_):
+            return node.owner is not None and node.epoch == 0
+    return True
+
+
+def write_of(node: Node, attempt: str) -> tuple[Any, ...]:
+    """The write under way for a transfer; empty when there is none."""
+    return next((each for each in node.bag if each[0] == "Write" and each[1] == attempt), ())
+
+
+def leg_of(attempt: str) -> int:
+    return int(attempt[1:])
