@@ -82,7 +82,9 @@ class LandingEvent(Enum):
     ARRIVED = "arrived"
     """The writer has written all, and has stopped."""
     STOPPED = "stopped"
-    """The writer has stopped before all was written, or can write no more."""
+    """The writer has stopped before all was written, or can write no more: that start of it has said so after it knew of the
+    transfer's end, or has been shut out. A refused begin is no such word (an earlier one of the same transfer may be under
+    way), nor is the word of another start."""
     UNWANTED = "unwanted"
     """Whoever waited has gone, or waits no longer."""
 
