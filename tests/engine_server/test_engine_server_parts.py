@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
+from prometheus_client import generate_latest
 
 from pdmesh.engine.messages import Abort, Stats
 from pdmesh.engine.server import sessions as sessions_module
@@ -17,6 +19,20 @@ from pdmesh.protocol.wire import request_to_pb
 from pdmesh.security import MeshSecret
 from support.engines import SECRET, request
 from support.held_engine import HeldCore, Inbox, counted, play
+
+
+def test_metrics_name_what_computes_and_what_keys_and_values_are_kept_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = {"dtype": "bfloat16", "kv_dtype": "int8", "backend": "torch", "backend_fallback": "head_dim"}
+    monkeypatch.setattr(HeldCore, "ready", msgspec.structs.replace(HeldCore.ready, **core))
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        text = generate_latest(engine.registry).decode()
+        (cache,) = [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]
+        assert 'cache_dtype="int8"' in cache
+        (computes,) = [line for line in text.splitlines() if line.startswith("pdmesh_backend_info{")]
+        assert 'backend="torch",engine="0",fallback="head_dim"' in computes
+
+    play(scene)
 
 
 def test_the_queue_bound_refuses_with_retry_after() -> None:

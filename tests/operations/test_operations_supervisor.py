@@ -318,6 +318,26 @@ def test_engines_that_cannot_pair_are_named_with_what_differs() -> None:
     assert "connectors shm,grpc and nixl have none in common" in line
 
 
+def test_a_differing_fingerprint_is_told_by_the_settings_that_are_in_it() -> None:
+    facts: dict[str, object] = {"backend": "cpu", "dtype": "bfloat16", "quantization": "none", "kv_dtype": "bfloat16"}
+    facts |= {"model_fingerprint": "a", "layout": "a"}
+    for changed, words in (
+        ({"quantization": "int8", "model_fingerprint": "b"}, "decode-1: quantization none and int8 differ;"),
+        (
+            {"kv_dtype": "int8", "model_fingerprint": "b", "layout": "b"},
+            "decode-1: KV cache's dtype bfloat16 and int8 differ;",
+        ),
+        ({"backend": "torch", "layout": "b"}, "decode-1: backend cpu and torch differ;"),
+        ({"model_fingerprint": "b"}, "decode-1: model a and b differ;"),
+        (
+            {"backend": "torch", "model_fingerprint": "b", "layout": "b"},
+            "decode-1: model a and b differ; backend cpu and torch differ;",
+        ),
+    ):
+        (line,) = unpaired({"prefill-1": facts}, {"decode-1": facts | changed})
+        assert words in line
+
+
 def test_off_loopback_needs_a_secret() -> None:
     with pytest.raises(ConfigError, match="mesh secret is required") as raised:
         load_config(UpConfig, ["--host", "0.0.0.0", "--api-key", "hidden"], prog="pdmesh up", environ={})

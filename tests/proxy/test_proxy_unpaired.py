@@ -23,7 +23,7 @@ def test_engines_that_cannot_pair_are_named_once_with_what_differs(caplog: pytes
 
     asyncio.run(body())
     (warning,) = [record.getMessage() for record in caplog.records if "cannot hand over" in record.getMessage()]
-    assert "KV layouts (block size, dtype) differ" in warning
+    assert "KV layouts (block size, dtype, backend) differ" in warning
     assert "layout-1" in warning
     assert "layout-2" in warning
 

@@ -200,7 +200,8 @@ class Cluster:
             if not self._serves(session) and self._refused.get(session.address) != session.peer_id:
                 self._refused[session.address] = session.peer_id
                 log.warning(
-                    "engine %s at %s is not used: it serves %s (%s), the mesh serves %s (%s)",
+                    "engine %s at %s is not used: it serves %s (%s), the mesh serves %s (%s); model, dtype, quantization and "
+                    "kv-cache-dtype must be the same",
                     session.info.engine_id,
                     session.address,
                     session.info.model,

@@ -143,7 +143,7 @@ def incompatibility(prefill: EngineView, decode: EngineView) -> str:
     """What of these two that are not `compatible` differs."""
     differing = {
         "models": (prefill.model_fingerprint, decode.model_fingerprint),
-        "KV layouts (block size, dtype)": (prefill.layout_fingerprints, decode.layout_fingerprints),
+        "KV layouts (block size, dtype, backend)": (prefill.layout_fingerprints, decode.layout_fingerprints),
     }
     found = [f"their {what} differ ({one} and {other})" for what, (one, other) in differing.items() if one != other]
     if prefill.connectors.isdisjoint(decode.connectors):

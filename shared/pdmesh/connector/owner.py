@@ -166,13 +166,13 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
 
 def check_fingerprints(asked: tuple[str, str, list[str]], own: tuple[str, str, list[str]]) -> None:
     """Raise HandshakeRefused, naming both sides' values, when two (peer id, model, layouts) cannot exchange KV."""
-    for what, theirs, ours in (
-        ("model fingerprint", asked[1], own[1]),
-        ("layout fingerprints", ", ".join(asked[2]), ", ".join(own[2])),
+    for what, theirs, ours, made_of in (
+        ("model fingerprints", asked[1], own[1], "model, dtype, quantization and kv-cache-dtype"),
+        ("layout fingerprints", ", ".join(asked[2]), ", ".join(own[2]), "backend, dtype and block size"),
     ):
         if theirs and ours and theirs != ours:
             raise HandshakeRefused(
-                f"{what} differ: {asked[0]} has [{theirs}], {own[0]} has [{ours}]; run the same model, dtype and block size"
+                f"{what} differ: {asked[0]} has [{theirs}], {own[0]} has [{ours}]; run both with the same {made_of}"
             )
 
 

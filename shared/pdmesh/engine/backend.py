@@ -37,6 +37,8 @@ class KVGroupSpec:
     """Tokens that a query sees, itself included, when `kind` is sliding; 0: all."""
     fingerprint: str
     """Names the layout inside a block (SHA-256 prefix over kind, layers, heads, head_dim, dtype, block size, packing)."""
+    item_dtype: str = ""
+    """Of keys and values: the model's, or int8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -229,6 +229,8 @@ def _ready(
         eos_token_ids=list(info.eos_token_ids),
         connectors=connectors,
         dtype=info.dtype,
+        kv_dtype=info.groups[0].item_dtype,
+        quantization=config.quantization,
         backend=chosen.backend.name,
         instruction_set=chosen.backend.instruction_set,
         backend_fallback=chosen.fallback,

@@ -79,6 +79,10 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     connectors: dict[str, bytes]
     """Connector name -> metadata that consumers of this pool need."""
     dtype: str
+    kv_dtype: str = ""
+    """Of keys and values in the pool: the model's, or int8."""
+    quantization: str = "none"
+    """As configured: what was done with the checkpoint's weights."""
     backend: str
     row_invariant: bool
     instruction_set: str = ""

@@ -71,6 +71,7 @@ class KVLayout:
             block_bytes=self.block_bytes,
             window=self.window or 0,
             fingerprint=self.fingerprint,
+            item_dtype=self.dtype,
         )
 
 

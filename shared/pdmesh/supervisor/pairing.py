@@ -3,7 +3,18 @@
 from collections.abc import Iterable, Mapping
 
 # What two engines must have alike, by the name of the fact, and how people call it.
-ALIKE = {"model_fingerprint": "model", "dtype": "dtype", "block_size": "block size", "layout": "KV layout"}
+ALIKE = {
+    "backend": "backend",
+    "dtype": "dtype",
+    "quantization": "quantization",
+    "kv_dtype": "KV cache's dtype",
+    "block_size": "block size",
+}
+# Names made of those and of more, with what of those is in them: they tell something new only where that is alike.
+FINGERPRINTS = {
+    "model_fingerprint": ("model", {"dtype", "quantization", "kv_dtype"}),
+    "layout": ("KV layout", {"backend", "dtype", "kv_dtype", "block_size"}),
+}
 
 
 def unpaired(prefills: Mapping[str, Mapping[str, object]], decodes: Mapping[str, Mapping[str, object]]) -> list[str]:
@@ -18,17 +29,14 @@ def unpaired(prefills: Mapping[str, Mapping[str, object]], decodes: Mapping[str,
 
 
 def _differences(given: Mapping[str, object], taken: Mapping[str, object]) -> list[str]:
-    found = [
-        f"{called} {given[name]} and {taken[name]} differ"
-        for name, called in ALIKE.items()
-        if name in given and name in taken and given[name] != taken[name]
-    ]
+    differing = {name for name in given.keys() & taken.keys() if given[name] != taken[name]}
+    called = {name: what for name, (what, parts) in FINGERPRINTS.items() if not parts & differing} | ALIKE
+    found = [f"{what} {given[name]} and {taken[name]} differ" for name, what in called.items() if name in differing]
     if "connectors" in given and "connectors" in taken:
         ours, theirs = _names(given["connectors"]), _names(taken["connectors"])
         if not set(ours) & set(theirs):
             found.append(f"connectors {','.join(ours)} and {','.join(theirs)} have none in common")
-    # A layout is a name made of the others: it tells something new only when they are alike.
-    return found[:-1] if len(found) > 1 and found[-1].startswith(ALIKE["layout"]) else found
+    return found
 
 
 def _names(value: object) -> list[str]:

@@ -95,7 +95,10 @@ def _pairing_facts(core: CoreClient, config: EngineConfig) -> dict[str, object]:
     ready = core.ready
     return {
         "model_fingerprint": ready.model_fingerprint,
+        "backend": ready.backend,
         "dtype": ready.dtype,
+        "quantization": ready.quantization,
+        "kv_dtype": ready.kv_dtype,
         "block_size": ready.block_size,
         "layout": ",".join(ready.layout_fingerprints),
         "connectors": [name for name in config.connector if name in ready.connectors],

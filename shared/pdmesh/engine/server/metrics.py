@@ -160,7 +160,7 @@ class EngineMetrics:
             ("engine", "block_size", "num_gpu_blocks", "block_bytes", "cache_dtype", "backend"),
             registry=registry,
         )
-        info.labels("0", ready.block_size, ready.num_blocks, ready.block_bytes, ready.dtype, ready.backend).set(1)
+        info.labels("0", ready.block_size, ready.num_blocks, ready.block_bytes, ready.kv_dtype, ready.backend).set(1)
         computes = Gauge(
             "pdmesh_backend_info",
             "What computes; fallback says why it is PyTorch where the CPU library was wanted.",
