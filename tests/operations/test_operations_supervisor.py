@@ -25,6 +25,7 @@ from pdmesh.supervisor.child import Child
 from pdmesh.supervisor.config import UpConfig
 from pdmesh.supervisor.control import bind_control, control_server, scale
 from pdmesh.supervisor.keeper import Keeper, KeeperState
+from pdmesh.supervisor.main import ignored_variables
 from pdmesh.supervisor.pairing import unpaired
 from pdmesh.supervisor.plan import ChildSpec, Plan
 from pdmesh.supervisor.ports import Ports
@@ -258,6 +259,32 @@ def test_the_engines_of_a_role_divide_the_cores_and_prefill_gives_way(
     # What is asked for is done.
     assert given(Role.DECODE, "--cpu-threads", "3") == ("3", 0)
     assert given(Role.PREFILL, "--cpu-threads", "3", "--prefill-args", "--cpu-nice 0 --cpu-threads 5") == ("5", 0)
+
+
+def test_cores_for_one_role_bring_their_number_of_threads(
+    runtime: RuntimeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our own number was more than the cores named, and refused."""
+    monkeypatch.setattr("pdmesh.supervisor.plan.usable_cores", lambda: 2)
+    plan = make_plan(runtime, "--prefill-args", "--cpu-cores 1", "--decode-args", "--cpu-cores=0 --cpu-threads 1")
+    prefill, decode = (plan.engine(role, 1).argv for role in (Role.PREFILL, Role.DECODE))
+    assert "--cpu-threads" not in prefill
+    assert "--cpu-nice" in prefill
+    assert decode.count("--cpu-threads") == 1
+    # Each role on its own; and a number that was asked for is not dropped in silence.
+    assert flag(make_plan(runtime, "--prefill-args", "--cpu-cores 1").engine(Role.DECODE, 1), "--cpu-threads") == "2"
+    asked = make_plan(runtime, "--cpu-threads", "2", "--prefill-args", "--cpu-cores 1").engine(Role.PREFILL, 1)
+    assert flag(asked, "--cpu-threads") == "2"
+    with pytest.raises(ConfigError, match=r"prefill-args: .*--cpu-cores.*expected one argument"):
+        make_plan(runtime, "--prefill-args=--cpu-cores").engine(Role.PREFILL, 1)
+
+
+def test_engine_settings_from_the_environment_that_up_cannot_hand_on_are_told() -> None:
+    environ = {"PDMESH_CPU_ISA": "avx2", "PDMESH_DTYPE": "bfloat16", "PDMESH_CPU_NICE": "", "PDMESH_CPU_THREAD": "1"}
+    misspelt, unheard = ignored_variables(environ)
+    assert misspelt == "environment variable PDMESH_CPU_THREAD means nothing here; is it PDMESH_CPU_THREADS?"
+    assert unheard.startswith("environment variable PDMESH_CPU_ISA does not reach the engines")
+    assert "--cpu-isa in --prefill-args and --decode-args" in unheard
 
 
 def test_aggregated_means_one_engine(runtime: RuntimeFolder) -> None:

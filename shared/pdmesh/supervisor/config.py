@@ -44,7 +44,7 @@ class UpConfig(Settings):
     kv_cache_memory_bytes: int = Field(default=0, ge=0)
     """Size of each engine's KV pool; 0: the engine decides."""
     cpu_threads: int = Field(default=0, ge=0, le=1024)
-    """Compute threads of each engine; 0: all cores, divided by the engines of a role. Prefill's give way to decode's."""
+    """Compute threads of each engine; 0: all cores, divided by a role's engines at the start. Prefill's give way to decode's."""
     kvcache: bool = True
     """Start the KV-cache tier."""
     valkey: str = ""

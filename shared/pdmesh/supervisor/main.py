@@ -8,19 +8,19 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.console import Console
 
-from pdmesh.config import load_config, unknown_variables
+from pdmesh.config import load_config, unknown_variables, variable
 from pdmesh.errors import ConfigError, MeshError
 from pdmesh.models.source import ModelSource
 from pdmesh.supervisor.config import UpConfig
 from pdmesh.supervisor.control import bind_control, control_server
 from pdmesh.supervisor.display import Display
 from pdmesh.supervisor.mesh import Mesh
-from pdmesh.supervisor.plan import Plan
+from pdmesh.supervisor.plan import Plan, unheard_settings
 from pdmesh.supervisor.ports import Ports
 from pdmesh.supervisor.preflight import check_children, check_shared
 from pdmesh.supervisor.runtime import RuntimeFolder
@@ -58,7 +58,7 @@ async def _run(config: UpConfig, source: ModelSource, runtime: RuntimeFolder, pl
     stop = _stop_on_signals(mesh, display)
     runtime.write_api_key(config.api_key)
     display.say(f"pdmesh: {source.name} from {source.path}")
-    for line in [*unknown_variables(UpConfig), *plan.moved]:
+    for line in [*ignored_variables(os.environ), *plan.moved]:
         display.say(line)
     try:
         async with control_server(bound, mesh.scale):
@@ -72,6 +72,16 @@ async def _run(config: UpConfig, source: ModelSource, runtime: RuntimeFolder, pl
         runtime.close()
     display.say("stopped; nothing is left running")
     return 0
+
+
+def ignored_variables(environ: Mapping[str, str]) -> list[str]:
+    """One line for each PDMESH_ variable that was set in vain."""
+    unheard = {variable(name): name.replace("_", "-") for name in unheard_settings(environ)}
+    return unknown_variables(UpConfig, environ.keys() - unheard.keys()) + [
+        f"environment variable {name} does not reach the engines, since {PROG} has no such setting; "
+        f"give --{setting} in --prefill-args and --decode-args"
+        for name, setting in unheard.items()
+    ]
 
 
 def _stop_on_signals(mesh: Mesh, display: Display) -> asyncio.Event:

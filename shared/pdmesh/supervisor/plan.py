@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from pdmesh.config import EngineConfig, variable
 from pdmesh.embedded_valkey import ValkeyCommand, prepare
 from pdmesh.engine.host_memory import usable_cores
 from pdmesh.errors import ConfigError
@@ -165,13 +166,20 @@ class Plan:
     @property
     def _kvcache_port(self) -> int:
         """Where the engines find the tier; `--kvcache-args` may have moved it."""
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        parser.add_argument("--grpc-port", default=str(self._ports[Role.KVCACHE].grpc))
+        given = self._extra_value(Role.KVCACHE, "--grpc-port")
         try:
-            given = parser.parse_known_args(self._extra[Role.KVCACHE])[0].grpc_port
-            return int(given)
-        except (argparse.ArgumentError, ValueError) as exc:
+            return int(given) if given else self._ports[Role.KVCACHE].grpc
+        except ValueError as exc:
             raise ConfigError(f"kvcache-args: {exc}") from None
+
+    def _extra_value(self, role: Role, flag: str) -> str:
+        """What a role's further flags say of `flag`; empty: nothing."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument(flag, dest="value", default="")
+        try:
+            return str(parser.parse_known_args(self._extra[role])[0].value)
+        except argparse.ArgumentError as exc:
+            raise ConfigError(f"{role}-args: {exc}") from None
 
     def _served_name(self) -> list[str]:
         name = self._config.served_model_name
@@ -182,17 +190,26 @@ class Plan:
 
         No engine has cores of its own; where both want one, prefill gives way.
         """
+        niceness = ["--cpu-nice", str(PREFILL_NICENESS if role is Role.PREFILL else 0)]
+        if not self._config.cpu_threads and self._extra_value(role, "--cpu-cores"):
+            # The engine has a thread for each of these; our number might be more than they are.
+            return niceness
         # A role that comes by `pdmesh scale` alone has one engine at first.
         engines = max(1, self._num_engines[role])
         count = self._config.cpu_threads or max(1, usable_cores() // engines)
-        niceness = PREFILL_NICENESS if role is Role.PREFILL else 0
-        return ["--cpu-threads", str(count), "--cpu-nice", str(niceness)]
+        return ["--cpu-threads", str(count), *niceness]
 
     def _service(self, role: Role, name: str, flags: list[str]) -> ChildSpec:
         config = self._config
         common = ["--log-level", config.log_level, "--drain-timeout-s", str(config.drain_timeout_s)]
         argv = (sys.executable, "-m", f"pdmesh_{role}", *flags, *common, *self._extra[role])
         return ChildSpec(name=name, role=role, argv=argv, env=self._env)
+
+
+def unheard_settings(environ: Mapping[str, str]) -> list[str]:
+    """Names of the engines' settings that `environ` has and `pdmesh up` has not: the engines do not get to see them."""
+    names = EngineConfig.model_fields.keys() - UpConfig.model_fields.keys()
+    return sorted(name for name in names if environ.get(variable(name), ""))
 
 
 def _child_environment(config: UpConfig, environ: Mapping[str, str]) -> dict[str, str]:
