@@ -13,7 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -26,6 +28,7 @@ from pdmesh.supervisor.config import UpConfig
 from pdmesh.supervisor.control import bind_control, control_server, scale
 from pdmesh.supervisor.keeper import Keeper, KeeperState
 from pdmesh.supervisor.main import ignored_variables
+from pdmesh.supervisor.mesh import Mesh
 from pdmesh.supervisor.pairing import unpaired
 from pdmesh.supervisor.plan import ChildSpec, Plan
 from pdmesh.supervisor.ports import Ports
@@ -363,6 +366,36 @@ def test_a_differing_fingerprint_is_told_by_the_settings_that_are_in_it() -> Non
     ):
         (line,) = unpaired({"prefill-1": facts}, {"decode-1": facts | changed})
         assert words in line
+
+
+def test_engines_that_fell_back_to_pytorch_are_named_once(runtime: RuntimeFolder, news: list[str]) -> None:
+    ready = READY.replace("'grpc_port': 7", "'grpc_port': 7, 'backend_fallback': 'no_library'")
+    config = load_config(UpConfig, ["--port", str(free_port())], prog="pdmesh up", environ={})
+    slow = [replace(spec(ready + SLEEP), name=name) for name in ("decode-1", "decode-2")]
+    specs = [replace(spec(READY + SLEEP), name="prefill-1", role=Role.PREFILL), slow[0]]
+
+    class TwoSlowDecodes:
+        def children(self) -> list[ChildSpec]:
+            return specs
+
+        def engine(self, role: Role, number: int) -> ChildSpec:
+            return slow[1]
+
+    async def go() -> None:
+        mesh = Mesh(config, TwoSlowDecodes(), runtime, changed=lambda: None, report=news.append)  # type: ignore[arg-type]
+        try:
+            await asyncio.wait_for(mesh.start(), 30)
+            await asyncio.wait_for(mesh.scale({Role.DECODE: 2}), 30)
+        finally:
+            await mesh.drain()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pdmesh.supervisor.mesh.until_healthy", AsyncMock())
+        asyncio.run(go())
+    first, second = news
+    assert first.startswith("warning: decode-1 computes with PyTorch, several times slower")
+    assert "(no_library)" in first
+    assert second.startswith("warning: decode-2 ")
 
 
 def test_off_loopback_needs_a_secret() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from pdmesh.errors import ConfigError, Draining, InternalError, MeshError
 from pdmesh.supervisor.config import MAX_REPLICAS, UpConfig
+from pdmesh.supervisor.fallbacks import fallbacks
 from pdmesh.supervisor.health import until_healthy
 from pdmesh.supervisor.keeper import Keeper, KeeperState
 from pdmesh.supervisor.pairing import unpaired
@@ -62,7 +63,7 @@ class Mesh:
                 self._started = True
                 self._announce()
                 await until_healthy(self._config.host, self._config.port)
-            self._report_unpaired()
+            self._report_doubts()
         except TimeoutError:
             waiting = ", ".join(keeper.spec.name for keeper in self.keepers if keeper.state is not KeeperState.READY)
             raise InternalError(
@@ -145,13 +146,13 @@ class Mesh:
                 self._runtime.write_endpoints(role, addresses)
                 self._announced[role] = addresses
 
-    def _report_unpaired(self) -> None:
-        """Say, once for each two engines, when they cannot disaggregate: it works all the same, so nobody would see it."""
+    def _report_doubts(self) -> None:
+        """Say, once, which engines cannot disaggregate or are slow: it works all the same, so nobody would see it."""
         prefills, decodes = (
             {keeper.spec.name: keeper.child.facts for keeper in self._of(role) if keeper.child is not None}
             for role in ENGINE_ROLES
         )
-        for line in unpaired(prefills, decodes):
+        for line in [*fallbacks({**prefills, **decodes}), *unpaired(prefills, decodes)]:
             if line not in self._warned:
                 self._warned.add(line)
                 self._report(line)
@@ -181,7 +182,7 @@ class Mesh:
             await self._shrink(added)
             raise exc if isinstance(exc, MeshError) else InternalError(f"{role} was not ready in time") from None
         took_s = time.monotonic() - began_s
-        self._report_unpaired()
+        self._report_doubts()
         return [f"{keeper.spec.name} added, ready after {took_s:.1f} s: {keeper.whereabouts}" for keeper in added]
 
     async def _shrink(self, leaving: list[Keeper]) -> list[str]:

@@ -83,6 +83,7 @@ async def serve_front(
                 http_port=http_port,
                 grpc_port=grpc_port,
                 engine_id=identity.engine_id,
+                backend_fallback=core.ready.backend_fallback,
                 **_pairing_facts(core, config),
                 **({} if publisher is None else {"kv_event_source": publisher.source()}),
             )
