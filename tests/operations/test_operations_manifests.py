@@ -194,6 +194,35 @@ def test_data_plane_range_is_the_one_that_ucx_gets(engine: str) -> None:
     assert senders == set(ENGINES)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_packed_weights_have_room_and_are_shared(engine: str) -> None:
+    """They lay in /tmp: a pod was evicted with a model of more than its 1 GiB, a container packed anew at each start."""
+    dockerfile = (ROOT / "services" / engine / "Dockerfile").read_text()
+    (folder,) = re.findall(r" XDG_CACHE_HOME=(\S+)", dockerfile)
+    # A named volume takes its owner from the image's folder.
+    assert f"RUN install -d -o 10001 -g 10001 {folder}\n" in dockerfile
+    assert "\nUSER 10001:10001\n" in dockerfile
+    pod = of_kind(kubernetes_objects("cpu"), "Deployment")[engine]["spec"]["template"]["spec"]
+    (name,) = [mount["name"] for mount in pod["containers"][0]["volumeMounts"] if mount["mountPath"] == folder]
+    assert [volume for volume in pod["volumes"] if volume["name"] == name] == [{"name": name, "emptyDir": {}}]
+    described = yaml.safe_load((COMPOSE / "docker-compose.yml").read_text())
+    assert f"cache:{folder}" in described["services"][engine]["volumes"]
+    assert "cache" in described["volumes"]
+    assert folder not in described["services"][engine]["tmpfs"]
+
+
+def test_prefill_gives_way_to_decode_or_has_cores_of_its_own(tmp_path: Path) -> None:
+    """Niceness does not reach from one container to another."""
+    services = yaml.safe_load((COMPOSE / "docker-compose.yml").read_text())["services"]
+    assert services["prefill"]["cpu_shares"] == 335
+    assert [name for name in services if "cpu_shares" in services[name]] == ["prefill"]
+    for engine in ENGINES:
+        deployment = of_kind(kubernetes_objects("cpu"), "Deployment")[engine]
+        requested = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"]
+        config: Any = load(from_kubernetes(engine), tmp_path)
+        assert config.cpu_threads == int(requested) > 0
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_dockerfile_installs_that_service_only(service: str) -> None:
     text = (ROOT / "services" / service / "Dockerfile").read_text()

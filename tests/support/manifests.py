@@ -100,12 +100,12 @@ def from_kubernetes(service: str, overlay: str = "cpu") -> Deployed:
     return Deployed(
         service=service,
         command=container["command"],
-        environment={entry["name"]: _value(entry, maps) for entry in container["env"]},
+        environment={entry["name"]: _value(entry, maps, container["resources"]) for entry in container["env"]},
         config=maps[volumes[config_mount["name"]]["configMap"]["name"]]["data"]["config.toml"],
     )
 
 
-def _value(entry: dict[str, Any], maps: dict[str, dict[str, Any]]) -> str:
+def _value(entry: dict[str, Any], maps: dict[str, dict[str, Any]], resources: dict[str, dict[str, Any]]) -> str:
     if "value" in entry:
         return str(entry["value"])
     source = entry["valueFrom"]
@@ -113,6 +113,9 @@ def _value(entry: dict[str, Any], maps: dict[str, dict[str, Any]]) -> str:
         return str(maps[source["configMapKeyRef"]["name"]]["data"][source["configMapKeyRef"]["key"]])
     if "secretKeyRef" in source:
         return {"secret": SECRET, "api-key": API_KEY}[source["secretKeyRef"]["key"]]
+    if "resourceFieldRef" in source:
+        amount, _, name = source["resourceFieldRef"]["resource"].partition(".")
+        return str(resources[amount][name])
     return {"status.podIP": "127.0.0.1"}[source["fieldRef"]["fieldPath"]]
 
 
