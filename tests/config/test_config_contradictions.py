@@ -59,6 +59,15 @@ def refused(*argv: str, environ: dict[str, str] | None = None) -> str:
         ("--cpu-cores 0-4,2", ["cpu-cores 0-4,2", "core 2", "twice"]),
         ("--cpu-nice 20", ["cpu-nice", "less than or equal to 19", "'20'"]),
         ("--cpu-nice -1", ["cpu-nice", "greater than or equal to 0"]),
+        ("--backend torch --cpu-isa avx2", ["cpu-isa avx2", "backend cpu", "torch"]),
+        ("--backend torch --quantization int8", ["quantization int8", "backend cpu", "torch"]),
+        ("--quantization int8_weight_only --dtype float32", ["quantization int8_weight_only", "bfloat16", "float32"]),
+        ("--kv-cache-dtype int8_per_token_head --dtype float16", ["kv-cache-dtype", "bfloat16", "float16"]),
+        ("--backend cpu --dtype float16", ["backend cpu", "float16", "bfloat16 or float32"]),
+        ("--backend cpu --block-size 16", ["backend cpu", "block-size", "multiple of 32", "16"]),
+        ("--quantization int8 --block-size 16", ["quantization int8", "multiple of 32", "16"]),
+        ("--kv-cache-dtype int8_per_token_head --block-size 8", ["int8_per_token_head", "multiple of 32", "8"]),
+        ("--cpu-isa avx2 --dtype float16", ["cpu-isa avx2", "float16"]),
         ("--max-num-partial-prefills 10000000000000000000000", ["max-num-partial-prefills", "65536"]),
         ("--max-model-len 8.5x", ["max-model-len", "'8.5x'"]),
     ],
@@ -145,6 +154,13 @@ def test_a_boolean_is_no_number(text: str, tmp_path: Path) -> None:
     file.write_text(f"{text}\n")
     message = refused("--config", str(file))
     assert message == f"{text.split()[0].replace('_', '-')}: must be a number, got {text.split()[-1]}"
+
+
+@pytest.mark.parametrize("flag", ["--drain-timeout-s", "--drain-timeout", "--shutdown-timeout"])
+def test_the_drain_timeout_has_vllms_name_too(flag: str) -> None:
+    config = load_config(EngineConfig, [flag, "7.5"], prog="pdmesh decode", environ={"PDMESH_DRAIN_TIMEOUT_S": "9"})
+    assert config.drain_timeout_s == 7.5
+    assert refused(flag, "-1").startswith("drain-timeout-s: ")
 
 
 def test_no_explained_flag_is_one_that_exists() -> None:

@@ -6,10 +6,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import pytest
 
+from pdmesh import breaker
 from pdmesh.connector import peers as peers_module
 from pdmesh.connector.base import PeerPool
 from pdmesh.connector.owner import PoolOwner
@@ -325,6 +327,95 @@ def test_a_slow_call_costs_nobody_elses_pull_and_the_second_asks_who_is_there() 
             assert half.detached == ["owner@1"]
 
     asyncio.run(scenario())
+
+
+class Silent(mesh_pb2_grpc.KVPeerServicer):
+    """A process whose handshakes end when and as the test says."""
+
+    def __init__(self) -> None:
+        self.num_handshakes = 0
+        self.may_end = asyncio.Event()
+        self.is_well = False
+
+    async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeReply:
+        self.num_handshakes += 1
+        await self.may_end.wait()
+        if not self.is_well:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "nothing came back")
+        return pb.HandshakeReply(peer_id="owner@1", protocol=1, connectors=[pb.ConnectorMetadata(connector="shm")])
+
+
+def test_an_owner_that_does_not_answer_is_asked_by_one_and_the_others_wait_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each request that came after a handshake had failed waited for a handshake of its own."""
+    monkeypatch.setattr(breaker, "FIRST_BACKOFF_S", 60.0)
+
+    async def scenario() -> None:
+        silent = Silent()
+
+        def register(server: grpc.aio.Server) -> list[str]:
+            mesh_pb2_grpc.add_KVPeerServicer_to_server(silent, server)
+            return []
+
+        async with grpc_server("127.0.0.1", 0, SECRETS, register) as port, directory(Half()) as peers:
+            address = f"127.0.0.1:{port}"
+            # Nothing is known of it yet: all wait for one handshake.
+            silent.may_end.set()
+            outcomes = await asyncio.gather(*(peers.reach(address, 30.0) for _ in range(5)), return_exceptions=True)
+            assert all(isinstance(each, PeerUnavailable) for each in outcomes)
+            assert silent.num_handshakes == 1
+            with pytest.raises(PeerUnavailable, match="does not answer"):
+                await peers.reach(address, 30.0)
+            # Its time has come.
+            peers._breakers[address]._not_before_s = 0.0
+            silent.may_end.clear()
+            silent.is_well = True
+            probe = asyncio.create_task(peers.reach(address, 30.0))
+            await asyncio.sleep(0)
+            with pytest.raises(PeerUnavailable, match="does not answer"):
+                await peers.reach(address, 30.0)
+            silent.may_end.set()
+            peer = await probe
+            assert silent.num_handshakes == 2
+            # Silence was not why it is forgotten now: all may ask at once.
+            peers.forget(peer.peer_id)
+            again = await asyncio.gather(*(peers.reach(address, 30.0) for _ in range(5)))
+            assert len({id(each) for each in again}) == 1
+            assert not peers._breakers
+
+    asyncio.run(scenario())
+
+
+def test_an_end_that_was_not_heard_in_time_is_told_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner held the blocks of a consumer that was done with them for as long as the lease."""
+    monkeypatch.setattr(peers_module, "END_TIMEOUT_S", 0.1)
+    end_transfer = PoolOwner.EndTransfer
+    num_told = 0
+
+    async def deaf_at_first(owner: PoolOwner, request: pb.EndTransferRequest, context: Any) -> pb.EndTransferReply:
+        nonlocal num_told
+        num_told += 1
+        if num_told == 1:
+            await asyncio.sleep(0.3)
+            return pb.EndTransferReply()
+        return await end_transfer(owner, request, context)
+
+    monkeypatch.setattr(PoolOwner, "EndTransfer", deaf_at_first)
+
+    async def scenario() -> None:
+        async with owning() as owner, directory(Half()) as peers:
+            owner.offer()
+            peer = await peers.reach(owner.address, 2.0)
+            await peers.begin(peer, transfer_id="t", offer_id="o", digest=DIGEST, remaining_s=5.0)
+            assert await peers.end("owner@1", "t", True) is None
+            async with asyncio.timeout(2.0):
+                while not owner.offers.transfers_ended[TransferState.COMMITTED]:
+                    await asyncio.sleep(0.01)
+            assert peers.knows(peer)
+
+    asyncio.run(scenario())
+    assert num_told == 2
 
 
 def test_nothing_is_kept_of_peers_that_went() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdmesh import breaker
 from pdmesh.errors import (
     DeadlineExceeded,
     Draining,
@@ -17,6 +18,7 @@ from pdmesh.errors import (
     PeerUnavailable,
     TransferFailed,
 )
+from pdmesh_proxy.endpoint import NUM_FAILURES_TO_REST
 from support.fake_engine import Behaviour, FakeEngine, expected_tokens
 from support.fake_mesh import PROMPT, fake_mesh, finish_reasons, proxy_over, token_request, tokens_of, until
 
@@ -174,6 +176,72 @@ def test_the_only_decode_is_unavailable_so_prefill_goes_on_and_the_mesh_is_not_s
             assert len(broken.requests) == 1
             assert request.trace.fallbacks == ["decode:PeerUnavailable", "decode_excluded"]
             assert mesh.metric("pdmesh_proxy_fallbacks_total", reason="no_decode") == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_fails_again_and_again_rests_until_a_probe_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request tried it, as long as it was the one that had rested longest."""
+    monkeypatch.setattr(breaker, "FIRST_BACKOFF_S", 60.0)
+    monkeypatch.setattr(breaker, "LAST_BACKOFF_S", 60.0)
+    prompt = PROMPT[:40]  # Short: nobody is preferred for having it.
+    wanted = expected_tokens(prompt, 8)
+
+    async def scenario() -> None:
+        broken = FakeEngine("decode", behaviour=Behaviour(refuse=PeerUnavailable("the engine core died")))
+        async with fake_mesh(broken, FakeEngine("decode")) as mesh:
+            for _ in range(8):
+                assert tokens_of(await mesh.collect(token_request(prompt))) == wanted
+            assert len(broken.requests) == NUM_FAILURES_TO_REST
+            endpoint = mesh.cluster._endpoints[broken.address]
+            assert endpoint.resting
+            endpoint._breaker._not_before_s = 0.0
+            assert tokens_of(await mesh.collect(token_request(prompt))) == wanted
+            assert len(broken.requests) == NUM_FAILURES_TO_REST + 1
+            assert endpoint.resting, "the probe failed"
+            endpoint._breaker._not_before_s = 0.0
+            broken.behaviour.refuse = None
+            broken.behaviour.hold = asyncio.Event()
+            probe = asyncio.create_task(mesh.collect(token_request(prompt)))
+            await until(lambda: len(broken.requests) == NUM_FAILURES_TO_REST + 2)
+            assert endpoint.resting, "one probe is enough"
+            broken.behaviour.hold.set()
+            assert tokens_of(await probe) == wanted
+            assert not endpoint.resting
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_rests_serves_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker, "FIRST_BACKOFF_S", 60.0)
+    monkeypatch.setattr(breaker, "LAST_BACKOFF_S", 60.0)
+
+    async def scenario() -> None:
+        broken = FakeEngine("decode", behaviour=Behaviour(refuse=PeerUnavailable("the engine core died")))
+        async with fake_mesh(broken, extra={"engine_wait_timeout_s": 0.0}) as mesh:
+            for _ in range(5):
+                with pytest.raises(PeerUnavailable, match="core died"):
+                    await mesh.collect(token_request())
+            assert len(broken.requests) == 5
+            broken.behaviour.refuse = None
+            assert tokens_of(await mesh.collect(token_request(max_tokens=40))) == WANTED
+            assert not mesh.cluster._endpoints[broken.address].resting
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_one_death_fails_together_are_one_failure() -> None:
+    async def scenario() -> None:
+        dying = FakeEngine("decode", behaviour=Behaviour(hold=asyncio.Event()))
+        async with fake_mesh(dying, FakeEngine("decode")) as mesh:
+            requests = [token_request(deadline_s=60.0) for _ in range(10)]
+            collecting = [asyncio.create_task(mesh.collect(request)) for request in requests]
+            await until(lambda: len(dying.requests) >= NUM_FAILURES_TO_REST, timeout_s=30.0)
+            await dying.kill()
+            for deltas in await asyncio.gather(*collecting):
+                assert tokens_of(deltas) == WANTED[:8]
+            assert sum(bool(request.trace.fallbacks) for request in requests) >= NUM_FAILURES_TO_REST
+            assert not mesh.cluster._endpoints[dying.address].resting
 
     asyncio.run(scenario())
 

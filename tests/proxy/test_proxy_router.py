@@ -103,6 +103,18 @@ NIXL_D2 = changed(D2, connectors=frozenset({"nixl"}))
         ([P1, NIXL_D2, D1], {"excluded": frozenset({"session-d1"})}, None, "d2", Reason.DECODE_EXCLUDED),
         ([P1, NIXL_D2], {"excluded": frozenset({"session-other"})}, None, "d2", Reason.NO_PAIR),
         ([changed(P1, draining=True), D1], {"excluded": frozenset({"session-p1"})}, None, "d1", Reason.NO_PREFILL),
+        # One that rests comes after all others of its kind, and before none.
+        ([changed(P1, resting=True), P2, D1], {}, "p2", "d1", Reason.DISAGGREGATED),
+        ([P1, changed(D1, resting=True), D2], {}, "p1", "d2", Reason.DISAGGREGATED),
+        ([changed(P1, resting=True), changed(D1, resting=True)], {}, "p1", "d1", Reason.DISAGGREGATED),
+        ([P1, changed(D1, resting=True)], {"started": True, "offer_owner": "p1@1"}, None, "d1", Reason.HANDOFF),
+        (
+            [P1, changed(D1, resting=True), D2],
+            {"excluded": frozenset({"session-d2"})},
+            "p1",
+            "d1",
+            Reason.DISAGGREGATED,
+        ),
         # Load: who holds the prompt serves it alone only where it is the cheapest to do so.
         ([P1, changed(D1, num_sequences=10), D2], {"cached_tokens": {"d1@1": 980}}, None, "d1", Reason.CACHED),
         ([P1, changed(D1, num_sequences=40), D2], {"cached_tokens": {"d1@1": 980}}, "p1", "d2", Reason.DISAGGREGATED),

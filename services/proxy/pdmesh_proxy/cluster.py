@@ -248,6 +248,7 @@ def _engine_view(endpoint: Endpoint, session: EngineSession) -> EngineView:
         protocol_max=info.protocol_max,
         capabilities=capabilities_from_pb(info.capabilities),
         draining=load.draining or session.closing,
+        resting=endpoint.resting,
         num_sequences=max(session.num_sequences, load.num_running + load.num_waiting),
         waiting_tokens=max(session.waiting_tokens, load.num_waiting_tokens),
         kv_usage=load.kv_usage,

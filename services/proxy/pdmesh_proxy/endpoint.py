@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from pdmesh.errors import MeshError
+from pdmesh.breaker import Breaker, BreakerState
+from pdmesh.errors import MeshError, PeerUnavailable
 from pdmesh.security import MeshSecret
 from pdmesh_proxy.discovery import Listed
 from pdmesh_proxy.engine_session import EngineSession, SessionSettings, open_session
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
+# One may be the request's own bad luck, or an engine that was killed and is started again.
+NUM_FAILURES_TO_REST = 3
 
 
 class Endpoint:
@@ -37,6 +40,8 @@ class Endpoint:
         """The open session once the engine has answered on it, else None."""
         self.last_used = 0
         """Grows with each request sent anywhere; the smallest was used longest ago."""
+        self._breaker = Breaker(threshold=NUM_FAILURES_TO_REST)
+        self._counted_session_id = ""
         self._settings, self._secret, self._metrics, self._on_change = settings, secret, metrics, on_change
         self._offers = HeldOffers()
         self._connected: EngineSession | None = None
@@ -61,6 +66,36 @@ class Endpoint:
     @property
     def unwanted(self) -> bool:
         return self._unwanted.is_set()
+
+    @property
+    def resting(self) -> bool:
+        """Whether so many legs failed here in a row that other engines come first, but for a probe now and then."""
+        return not self._breaker.admits
+
+    @contextlib.contextmanager
+    def judged(self, session: EngineSession) -> Iterator[None]:
+        """Learn from how a leg over a session of this engine ends."""
+        is_probe = self._breaker.admit() and self._breaker.state is BreakerState.HALF_OPEN
+        try:
+            yield
+        except PeerUnavailable:
+            # Legs that end because their session broke are one failure, however many they are.
+            if not session.broken or session.session_id != self._counted_session_id:
+                self._breaker.failed()
+            if session.broken:
+                self._counted_session_id = session.session_id
+            raise
+        except BaseException:
+            # What else ends a leg is no fault of the engine's: its client left, or it is full.
+            if is_probe:
+                self._breaker.gave_up()
+            raise
+        self._breaker.succeeded()
+
+    def answered(self) -> None:
+        """A leg's first token came: a probe need not end before others are let in."""
+        if self._breaker.state is BreakerState.HALF_OPEN:
+            self._breaker.succeeded()
 
     def hold(self, offer: HeldOffer) -> None:
         """Renew an offer of this engine until it is released."""

@@ -58,7 +58,7 @@ class MeshGenerator(Generator):
                 decision = await self._route(run)
                 kind, engine = self._plan(run, decision)
                 try:
-                    with self._start_leg(run, kind, engine) as leg:
+                    with self._leg(run, kind, engine) as leg:
                         async for deltas in leg:
                             for delta in deltas:
                                 shown = self._accept(run, delta)
@@ -166,11 +166,12 @@ class MeshGenerator(Generator):
             run.fall_back(Fallback.NO_TICKET if run.last_error is None else Fallback.LEG_FAILED)
         run.disaggregating = False
 
-    def _start_leg(self, run: RunningRequest, kind: LegKind, engine: EngineView) -> Leg:
+    @contextlib.contextmanager
+    def _leg(self, run: RunningRequest, kind: LegKind, engine: EngineView) -> Iterator[Leg]:
         endpoint, session = self._cluster.session(engine)
-        leg = session.submit(run.next_leg_request(kind))
-        run.begin(kind, engine, endpoint, leg)
-        return leg
+        with endpoint.judged(session), session.submit(run.next_leg_request(kind)) as leg:
+            run.begin(kind, engine, endpoint, leg)
+            yield leg
 
     def _accept(self, run: RunningRequest, delta: ChoiceDelta) -> ChoiceDelta | None:
         current = run.current

@@ -102,8 +102,8 @@ class Decision:
 def route(facts: RequestFacts, view: ClusterView, *, pd_min_prompt_tokens: int) -> Decision | None:
     """Decide the next leg of a request; None when no engine can take it."""
     usable = [engine for engine in view.engines if _usable(engine, facts)]
-    prefills = [engine for engine in usable if engine.can_prefill]
-    decodes = [engine for engine in usable if engine.can_decode]
+    prefills = _awake([engine for engine in usable if engine.can_prefill])
+    decodes = _awake([engine for engine in usable if engine.can_decode])
     if facts.started:
         return _go_on(facts, view, prefills, decodes)
     if facts.beam_search and decodes:
@@ -156,6 +156,11 @@ def incompatibility(prefill: EngineView, decode: EngineView) -> str:
 
 def _usable(engine: EngineView, facts: RequestFacts) -> bool:
     return _alive(engine, facts) and engine.session_id not in facts.excluded
+
+
+def _awake(engines: list[EngineView]) -> list[EngineView]:
+    """Those that do not rest; all, where all do: better an engine that may fail than none of its kind."""
+    return [engine for engine in engines if not engine.resting] or engines
 
 
 def _alive(engine: EngineView, facts: RequestFacts) -> bool:

@@ -170,6 +170,7 @@ class RunningRequest:
         assert current is not None
         if not current.answered and (delta.token_ids or delta.finish_reason):
             current.answered = True
+            current.endpoint.answered()
             self._note_first_answer(current, delta)
         if delta.kv_committed:
             self.kv_settled = True

@@ -25,6 +25,8 @@ class EngineView:
     protocol_max: int
     capabilities: Capabilities = UNTOLD
     draining: bool = False
+    resting: bool = False
+    """Failed several requests in a row: used where no other of its kind can be."""
     num_sequences: int = 0
     """Running and waiting, as far as engine and proxy know."""
     waiting_tokens: int = 0

@@ -23,6 +23,8 @@ from pdmesh.errors import ConfigError
 ConfigT = TypeVar("ConfigT", bound=Settings)
 
 ENV_PREFIX = "PDMESH_"
+# Other spellings of a flag: the setting's name less its unit, and vLLM's name for the same.
+ALIASES: dict[str, tuple[str, ...]] = {"drain_timeout_s": ("--drain-timeout", "--shutdown-timeout")}
 # How alike an unknown name and a known one must be for the one to be a misspelling of the other.
 NAME_CUTOFF = 0.8
 _POSITIONAL = "positional argument"
@@ -41,7 +43,8 @@ def load_config(
     `positional` names a field that may also be given without its flag. Raises ConfigError; `--help` exits as usual.
     """
     env = dict(os.environ) if environ is None else environ
-    if foreign := explain_foreign(argv, cls.model_fields):
+    spellings = [alias.removeprefix("--") for name in cls.model_fields for alias in ALIASES.get(name, ())]
+    if foreign := explain_foreign(argv, [*cls.model_fields, *spellings]):
         raise ConfigError(f"{prog}: {foreign}")
     parser = _parser(cls, prog, positional)
     try:
@@ -113,7 +116,9 @@ def _parser(cls: type[Settings], prog: str, positional: str | None) -> argparse.
         elif field.annotation is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            parser.add_argument(flag, default=None, metavar=_metavar(field.annotation), help=text)
+            parser.add_argument(
+                flag, *ALIASES.get(name, ()), dest=name, default=None, metavar=_metavar(field.annotation), help=text
+            )
     return parser
 
 

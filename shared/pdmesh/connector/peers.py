@@ -6,6 +6,9 @@ caller's `attach` (an engine's lives in its core process). Whether an address ma
 
 Dropping a peer ends every pull from it, so a call that is merely slow drops nobody: it fails by itself, and when that repeats
 a handshake asks whether the peer is still the one it was.
+
+An address at which nobody answered a handshake is not asked by everyone: a breaker refuses callers at once, so that a frozen
+owner costs one of them its timeout now and then, and all others nothing.
 """
 
 import asyncio
@@ -18,6 +21,7 @@ from typing import Self
 import grpc
 import grpc.aio
 
+from pdmesh.breaker import Breaker
 from pdmesh.connector.active import ERROR_PREFIX, PullEnd
 from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, open_channel, translated
 from pdmesh.errors import MeshError, PeerUnavailable
@@ -36,6 +40,8 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 2.0
 NUM_TIMEOUTS_TO_PROBE = 2
+# Addresses that did not answer and are remembered; what falls out is asked once more.
+MAX_BREAKERS = 256
 
 Detach = Callable[[str], None]
 """Disconnects the worker half from a peer id; never blocks."""
@@ -82,6 +88,8 @@ class PeerDirectory:
         self._known: dict[str, Peer] = {}
         """By address; a process with two names stands here twice."""
         self._meeting: dict[str, asyncio.Task[Peer]] = {}
+        self._breakers: dict[str, Breaker] = {}
+        """Of addresses at which nobody answered the last handshake."""
         self._renewing: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -106,10 +114,13 @@ class PeerDirectory:
         """Return the attached peer at a gRPC address, shaking hands first when needed; at most `deadline_s`.
 
         A handshake that takes longer goes on for whoever asks next. Raises HandshakeRefused (protocol, model or layout
-        differ, no common connector works) or PeerUnavailable.
+        differ, no common connector works) or PeerUnavailable; that at once where the last handshake had no answer and
+        another is not due yet, or is under way.
         """
         if (known := self._known.get(address)) is not None:
             return known
+        if (breaker := self._breakers.get(address)) is not None and not breaker.admit():
+            raise PeerUnavailable(f"{address} does not answer; it is asked again in {breaker.wait_s:.1f} s")
         meeting = self._meeting.get(address)
         if meeting is None:
             meeting = self._meeting[address] = asyncio.create_task(self._meet(address), name="handshake")
@@ -178,7 +189,8 @@ class PeerDirectory:
             self._renewing = self._in_background(self._renew(), "renew-transfers")
 
     async def end(self, peer_id: str, transfer_id: str, committed: bool, reason: str = "") -> Ended | None:
-        """Tell the owner how a transfer ended, and learn what it makes of that. None when it cannot be told: its lease ends it.
+        """Tell the owner how a transfer ended, and learn what it makes of that. None when it has not answered in time: a live one
+        is told once more in the background, else its lease ends it.
 
         A peer whose memory could not be read is dropped, so that the next `reach` shakes hands anew.
         """
@@ -198,7 +210,16 @@ class PeerDirectory:
             log.debug("%s was not told of the end of %s: %s", peer_id, transfer_id, exc.message)
         if not committed and reason.startswith((PullEnd.PEER_LOST, ERROR_PREFIX)):
             self._lose(peer)
+        elif ended is None and self.knows(peer):
+            self._in_background(self._end_again(peer, request), "end-again")
         return ended
+
+    async def _end_again(self, peer: Peer, request: pb.EndTransferRequest) -> None:
+        try:
+            async with self._calling(peer):
+                await peer.stub.EndTransfer(request, timeout=CALL_TIMEOUT_S, metadata=self._secret.call_metadata())
+        except MeshError as exc:
+            log.warning("%s was not told of the end of %s: %s", peer.peer_id, request.transfer_id, exc.message)
 
     def forget(self, peer_id: str) -> None:
         """Drop a peer, as after a pull that ended with `peer_lost`; the next `reach` shakes hands anew."""
@@ -241,9 +262,17 @@ class PeerDirectory:
 
     def _met(self, address: str, meeting: asyncio.Task[Peer]) -> None:
         del self._meeting[address]
-        if not meeting.cancelled():
-            # Taken note of even when nobody waits any more.
-            meeting.exception()
+        # Taken note of even when nobody waits any more.
+        if meeting.cancelled() or isinstance(meeting.exception(), PeerUnavailable):
+            self._unanswered(address)
+        else:
+            self._breakers.pop(address, None)
+
+    def _unanswered(self, address: str) -> None:
+        breaker = self._breakers.setdefault(address, Breaker())
+        breaker.failed()
+        if len(self._breakers) > MAX_BREAKERS:
+            del self._breakers[next(iter(self._breakers))]
 
     def _lose(self, peer: Peer) -> None:
         if self.knows(peer):
@@ -291,6 +320,8 @@ class PeerDirectory:
         except MeshError as exc:
             log.warning("%s is given up: %s", peer.peer_id, exc.message)
             is_same = False
+            if isinstance(exc, PeerUnavailable):
+                self._unanswered(peer.address)
         peer.num_timeouts = 0
         if not is_same:
             self._lose(peer)
