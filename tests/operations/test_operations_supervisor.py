@@ -196,11 +196,11 @@ def test_stop_ends_the_wait_between_restarts(keep: Callable[[str], Keeper], monk
     asyncio.run(go())
 
 
-def make_plan(runtime: RuntimeFolder, *flags: str, environ: dict[str, str] | None = None) -> Plan:
+def make_plan(runtime: RuntimeFolder, *flags: str, environ: dict[str, str] | None = None, context: int = 8192) -> Plan:
     environ = environ or {}
     config = load_config(UpConfig, ["--port", str(free_port()), *flags], prog="pdmesh up", environ=environ)
     with contextlib.closing(Ports()) as ports:
-        return Plan(config, runtime, environ, ports)
+        return Plan(config, runtime, environ, ports, context)
 
 
 def free_port() -> int:
@@ -235,6 +235,15 @@ def test_each_run_has_a_secret_of_its_own(runtime: RuntimeFolder) -> None:
     assert "PDMESH_SECRET" not in make_plan(runtime, "--valkey", "redis://127.0.0.1:1/0").proxy().env
 
 
+def test_what_computes_and_in_which_numbers_reaches_every_engine(runtime: RuntimeFolder) -> None:
+    asked = {"--dtype": "bfloat16", "--backend": "cpu", "--quantization": "int8"}
+    asked |= {"--kv-cache-dtype": "int8_per_token_head"}
+    plan = make_plan(runtime, *[word for pair in asked.items() for word in pair])
+    for role in (Role.PREFILL, Role.DECODE):
+        engine = plan.engine(role, 1)
+        assert {name: flag(engine, name) for name in asked} == asked
+
+
 def test_a_limit_for_one_role_reaches_only_that_role(runtime: RuntimeFolder) -> None:
     plan = make_plan(runtime, "--decode-args", "--max-num-batched-tokens 512")
     assert flag(plan.engine(Role.DECODE, 1), "--max-num-batched-tokens") == "512"
@@ -262,6 +271,18 @@ def test_the_engines_of_a_role_divide_the_cores_and_prefill_gives_way(
     # What is asked for is done.
     assert given(Role.DECODE, "--cpu-threads", "3") == ("3", 0)
     assert given(Role.PREFILL, "--cpu-threads", "3", "--prefill-args", "--cpu-nice 0 --cpu-threads 5") == ("5", 0)
+
+
+def test_short_prompts_do_not_wait_for_long_ones_where_prompts_are_computed(runtime: RuntimeFolder) -> None:
+    name = "--long-prefill-token-threshold"
+    assert int(flag(make_plan(runtime).engine(Role.PREFILL, 1), name)) > 0
+    assert name not in make_plan(runtime).engine(Role.DECODE, 1).argv
+    # An engine refuses a threshold that no prompt can reach.
+    for flags in (("--max-model-len", "64"), ("--prefill-args", "--max-model-len 64")):
+        assert name not in make_plan(runtime, *flags).engine(Role.PREFILL, 1).argv
+    assert name not in make_plan(runtime, context=64).engine(Role.PREFILL, 1).argv
+    given = make_plan(runtime, "--prefill-args", f"{name} 0").engine(Role.PREFILL, 1).argv
+    assert given[len(given) - 1 - given[::-1].index(name) + 1] == "0"
 
 
 def test_cores_for_one_role_bring_their_number_of_threads(

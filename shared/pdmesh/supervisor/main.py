@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pdmesh.config import load_config, unknown_variables, variable
 from pdmesh.errors import ConfigError, MeshError
-from pdmesh.models.source import ModelSource
+from pdmesh.models.source import ModelSource, read_config
 from pdmesh.supervisor.config import UpConfig
 from pdmesh.supervisor.control import bind_control, control_server
 from pdmesh.supervisor.display import Display
@@ -47,7 +47,7 @@ async def _up(config: UpConfig) -> int:
         source = check_shared(config)
         ports = held.enter_context(contextlib.closing(Ports()))
         runtime = RuntimeFolder.open(os.environ.get("XDG_STATE_HOME", ""), config.port, config.log_dir)
-        plan = Plan(config, runtime, os.environ, ports)
+        plan = Plan(config, runtime, os.environ, ports, read_config(source)["max_position_embeddings"])
         await check_children(plan.doubtful())
         return await _run(config, source, runtime, plan, bound)
 
