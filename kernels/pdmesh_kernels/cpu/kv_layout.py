@@ -9,12 +9,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pdmesh_kernels.cpu.limits import MAX_HEAD_DIM, TOKEN_TILE
+
 ItemType = Literal["float32", "bfloat16", "int8"]
 ITEM_DTYPES: dict[ItemType, type[np.generic]] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
 """As numpy holds them: bfloat16 as its bits."""
-TOKEN_TILE = 32
-"""A block holds a multiple of so many tokens."""
-MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ import re
 from typing import TYPE_CHECKING
 
 from pdmesh.config.cores import parse_cores
+from pdmesh_kernels.cpu.limits import TOKEN_TILE
 
 if TYPE_CHECKING:
     from pdmesh.config.engine import EngineConfig
@@ -90,6 +91,22 @@ def _check_backend(config: "EngineConfig") -> None:
         value = getattr(config, name)
         if value != default and config.dtype not in ("auto", "bfloat16"):
             raise ValueError(f"{name.replace('_', '-')} {value} needs dtype bfloat16; it is {config.dtype}")
+    needing = needs_cpu_library(config)
+    if needing and config.dtype == "float16":
+        raise ValueError(f"{needing} needs dtype bfloat16 or float32; it is float16")
+    if needing and config.block_size % TOKEN_TILE:
+        raise ValueError(
+            f"{needing} needs a block-size that is a multiple of {TOKEN_TILE}, or 0; it is {config.block_size}"
+        )
+
+
+def needs_cpu_library(config: "EngineConfig") -> str:
+    """Return the setting, with its value, for which only the CPU library will do; empty: PyTorch may compute."""
+    for name, default in CPU_LIBRARY_ONLY.items():
+        value = getattr(config, name)
+        if value != default:
+            return f"{name.replace('_', '-')} {value}"
+    return "backend cpu" if config.backend == "cpu" else ""
 
 
 def _check_cores(config: "EngineConfig") -> None:

@@ -29,7 +29,7 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """Instruction set that the CPU library uses; auto: the fastest that the processor has."""
     quantization: Literal["none", "int8", "int8_weight_only"] = "none"
     """What the CPU library makes of weights that the checkpoint has in 16 or 32 bits. int8: weights and activations;
-    int8_weight_only: weights in groups. A checkpoint that is quantised is served as it is."""
+    int8_weight_only: weights in groups. A checkpoint that is quantised already is refused."""
     kv_cache_dtype: Literal["auto", "int8_per_token_head"] = "auto"
     """auto: dtype. int8_per_token_head: half of bfloat16's bytes, a scale for each token and KV head (CPU library)."""
     cpu_threads: int = Field(default=0, ge=0, le=1024)

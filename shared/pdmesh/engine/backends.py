@@ -11,8 +11,8 @@ from pdmesh.engine.compute_threads import resolve_threads
 from pdmesh.errors import ConfigError
 from pdmesh.models.kv_cache_dtype import KVCacheDtype
 from pdmesh.models.source import read_config, resolve
-from pdmesh_kernels.cpu.kv_layout import MAX_HEAD_DIM, TOKEN_TILE
 from pdmesh_kernels.cpu.library import LibraryError, load
+from pdmesh_kernels.cpu.limits import MAX_HEAD_DIM, TOKEN_TILE
 
 log = logging.getLogger(__name__)
 

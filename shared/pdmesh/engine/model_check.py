@@ -3,9 +3,13 @@
 from typing import Any
 
 from pdmesh.config import EngineConfig
+from pdmesh.config.contradictions import needs_cpu_library
 from pdmesh.engine.host_memory import total_bytes
 from pdmesh.errors import ConfigError
-from pdmesh.models.source import ModelSource, read_config, resolve
+from pdmesh.models.checkpoint_quantization import already_quantised
+from pdmesh.models.ggml_types import PLAIN_TYPES
+from pdmesh.models.source import ModelSource, read_config, read_gguf_metadata, resolve
+from pdmesh_kernels.cpu.limits import MAX_HEAD_DIM
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -26,8 +30,30 @@ def check_model(config: EngineConfig) -> ModelSource:
             f"long-prefill-token-threshold {config.long_prefill_token_threshold} is more than the {longest} tokens that the "
             f"model was made for: it must be in 1…{longest}, or 0 for none"
         )
+    _check_library(config, source, model)
     _check_memory(config, model)
     return source
+
+
+def _check_library(config: EngineConfig, source: ModelSource, model: dict[str, Any]) -> None:
+    """Refuse what the CPU library cannot do with this model where nothing else may serve it."""
+    needing = needs_cpu_library(config)
+    if not needing:
+        return
+    head_dim = model["head_dim"]
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"{needing}: the CPU library's heads have an even number up to {MAX_HEAD_DIM}; this model's head_dim is {head_dim}"
+        )
+    if config.quantization != "none" and _is_quantised(source, model):
+        raise already_quantised(config.model, config.quantization)
+
+
+def _is_quantised(source: ModelSource, model: dict[str, Any]) -> bool:
+    if source.kind == "hf":
+        return bool(model.get("quantization_config"))
+    tensors = read_gguf_metadata(source.path).tensors.values()
+    return any(tensor.type_id not in PLAIN_TYPES for tensor in tensors)
 
 
 def _check_memory(config: EngineConfig, model: dict[str, Any]) -> None:

@@ -60,6 +60,13 @@ def parse_quantization(config: dict[str, Any], model: str) -> CheckpointQuantiza
     return CheckpointQuantization(packed, _bits(given, packed, model), _group(given, model))
 
 
+def already_quantised(model: str, quantization: str) -> ConfigError:
+    """Return what is raised where `--quantization` is asked of a checkpoint that has any quantised weights."""
+    return ConfigError(
+        f"quantization {quantization}: {model} is quantised already, and nothing is quantised a second time; leave it none"
+    )
+
+
 def _bits(given: dict[str, Any], packed: PackedFormat, model: str) -> int:
     bits = given.get("bits", given.get("w_bit"))
     supported = (4,) if packed is PackedFormat.AWQ else (4, 8)

@@ -51,6 +51,9 @@ class GGMLType(IntEnum):
         return _BLOCKS[self][1]
 
 
+PLAIN_TYPES = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.F64})
+"""Those that are numbers, not codes."""
+
 _BLOCKS = {
     GGMLType.I8: (1, 1),
     GGMLType.I16: (1, 2),
