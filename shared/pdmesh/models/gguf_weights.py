@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmesh.errors import ConfigError
-from pdmesh.models.ggml_types import GGMLType
+from pdmesh.models.ggml_types import PLAIN_TYPES, GGMLType
 from pdmesh.models.gguf_codes import KINDS, codes_of
 from pdmesh.models.gguf_config import ROPE_FACTORS_TENSOR
 from pdmesh.models.gguf_metadata import GGUFMetadata, GGUFTensorInfo
@@ -66,6 +66,10 @@ class GGUFWeights(WeightReader):
         except ConfigError:
             self.close()
             raise
+
+    @property
+    def is_quantised(self) -> bool:
+        return not PLAIN_TYPES.issuperset(self._types.values())
 
     def read(self, name: str, target: torch.Tensor) -> None:
         import torch

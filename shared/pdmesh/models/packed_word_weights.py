@@ -40,6 +40,10 @@ class PackedWordWeights(WeightReader):
             elif part not in (*PARTS, INDEX):
                 self.regions[name] = region
 
+    @property
+    def is_quantised(self) -> bool:
+        return any(map(self._is_packed, self.regions))
+
     def read(self, name: str, target: torch.Tensor) -> None:
         stem = _stem(name)
         if not self._is_packed(name):

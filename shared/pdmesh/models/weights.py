@@ -1,6 +1,7 @@
 """Reads a checkpoint's tensors, by their Hugging Face names, into memory that the model has laid out.
 
-Torch is imported where a tensor is read: an engine whose weights are packed already starts without it.
+Torch is imported where a tensor is read: an engine whose weights are packed already starts without it, unless they are AWQ's
+or GPTQ's, whose scales are read at each start.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ class WeightReader(ABC):
 
     regions: dict[str, TensorRegion]
     """By Hugging Face name."""
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any tensor is stored as codes, of whatever kind, that we keep as they are or do not."""
+        return False
 
     @abstractmethod
     def read(self, name: str, target: torch.Tensor) -> None:

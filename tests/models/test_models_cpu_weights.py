@@ -1,0 +1,72 @@
+"""Packed weights and their cache: what is in the checkpoint is what is served, and torch is left as it was."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from pdmesh.models.checkpoint import open_checkpoint
+from pdmesh.models.cpu_weights import load_cpu_weights
+from pdmesh.models.fingerprint import SAMPLE_BYTES, WHOLE_BYTES, model_fingerprint
+from pdmesh.models.weight_formats import Quantization
+from pdmesh_kernels.cpu.library import load
+from pdmesh_kernels.cpu.packing import unpack_row
+from support.tiny_models import make_tiny
+
+TABLE = "model.embed_tokens"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("pdmesh_kernels.cpu.weight_folder.cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "weights"
+
+
+def start(folder: Path, row: int) -> tuple[str, NDArray[np.float32]]:
+    """Load as an engine does; return the fingerprint and a row of the table of the vocabulary."""
+    library = load()
+    with open_checkpoint(str(folder)) as checkpoint:
+        name = model_fingerprint(checkpoint.config, checkpoint.reader.stored_regions(), "float32")
+        loaded = load_cpu_weights(
+            library, checkpoint.config, checkpoint.reader, "float32", Quantization.NONE, name, 2, lambda _: None
+        )
+    try:
+        return name, unpack_row(library, loaded.weights[loaded.plan.embedding.name], row).copy()
+    finally:
+        loaded.file.close()
+
+
+def test_a_checkpoint_edited_in_place_is_packed_anew(tmp_path: Path, cache: Path) -> None:
+    """A change between the fingerprint's samples of a large tensor was not seen, and the old weights were served."""
+    folder = make_tiny("llama_tied", tmp_path / "model")
+    file = folder / "model.safetensors"
+    os.utime(file, ns=(0, 0))
+    tensors = load_file(file)
+    table = tensors[f"{TABLE}.weight"]
+    assert table.nbytes > WHOLE_BYTES
+    # Just behind the first sample.
+    row, column = divmod(SAMPLE_BYTES // table.itemsize, table.shape[1])
+    before, first = start(folder, row)
+    np.testing.assert_array_equal(first, table[row])
+    table[row, column] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    after, second = start(folder, row)
+    assert before == after, "the edit is where the fingerprint sees it"
+    np.testing.assert_array_equal(second, table[row])
+    # The third start finds what the second has packed.
+    start(folder, row)
+    assert len(list(cache.glob("*.weights"))) == 2
+
+
+def test_packing_leaves_torch_its_threads(tmp_path: Path) -> None:
+    """A logits processor had one thread after a start that packed, and all cores after one that did not."""
+    torch.set_num_threads(3)
+    try:
+        start(make_tiny("llama_tied", tmp_path / "model"), 0)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
