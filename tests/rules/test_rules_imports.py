@@ -36,6 +36,7 @@ TORCH_FREE = [
     "pdmesh.engine.core_process",
     "pdmesh.engine.cpu_backend",
     "pdmesh.engine.kv_events_config",
+    "pdmesh.engine.kv_transfer_config",
     "pdmesh.engine.server.front",
     "pdmesh.engine.server.service",
     "pdmesh.protocol.wire",

@@ -6,6 +6,11 @@ from pdmesh.lifecycle import Life, run_service
 from pdmesh_decode.config import DecodeConfig
 
 
+async def check(config: DecodeConfig) -> None:
+    """Refuse what cannot work before anything is loaded."""
+    await check_engine(config, config.role)
+
+
 async def serve(config: DecodeConfig, life: Life) -> None:
     """Serve as an engine that proxies send tickets, or whole requests, to."""
     await serve_engine(config, life, config.role)
@@ -13,4 +18,4 @@ async def serve(config: DecodeConfig, life: Life) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Load configuration, serve until told to stop, return the exit code."""
-    return run_service("decode", DecodeConfig, serve, argv, positional="model", check=check_engine)
+    return run_service("decode", DecodeConfig, serve, argv, positional="model", check=check)

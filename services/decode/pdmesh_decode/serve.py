@@ -5,10 +5,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from pdmesh.engine.server.preflight import check_engine
 from pdmesh.lifecycle import run_service
 from pdmesh_decode.config import DecodeConfig
-from pdmesh_decode.main import serve
+from pdmesh_decode.main import check, serve
 
 
 class ServeConfig(DecodeConfig):
@@ -22,7 +21,7 @@ class ServeConfig(DecodeConfig):
 
 def main(argv: list[str] | None = None) -> int:
     """Load configuration, serve until told to stop, return the exit code."""
-    return run_service("serve", ServeConfig, serve, argv, positional="model", check=check_engine)
+    return run_service("serve", ServeConfig, serve, argv, positional="model", check=check)
 
 
 if __name__ == "__main__":

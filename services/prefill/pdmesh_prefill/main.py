@@ -6,6 +6,11 @@ from pdmesh.lifecycle import Life, run_service
 from pdmesh_prefill.config import PrefillConfig
 
 
+async def check(config: PrefillConfig) -> None:
+    """Refuse what cannot work before anything is loaded."""
+    await check_engine(config, "prefill")
+
+
 async def serve(config: PrefillConfig, life: Life) -> None:
     """Serve as an engine that proxies send prompts to."""
     await serve_engine(config, life, "prefill")
@@ -13,4 +18,4 @@ async def serve(config: PrefillConfig, life: Life) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Load configuration, serve until told to stop, return the exit code."""
-    return run_service("prefill", PrefillConfig, serve, argv, positional="model", check=check_engine)
+    return run_service("prefill", PrefillConfig, serve, argv, positional="model", check=check)

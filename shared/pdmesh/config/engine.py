@@ -90,6 +90,10 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """Most prompt tokens of requests whose prompt is not computed yet; beyond it is a 503 with Retry-After. 0: no limit."""
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     """When a pull fails: end the request with an error, or compute the prompt here."""
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
+    """kv_producer fetches no KV of other engines, kv_consumer offers them none. The kvcache service serves all."""
+    kv_transfer_config: str = ""
+    """vLLM's JSON, such as {"kv_connector": "NixlConnector", "kv_role": "kv_both"}: its keys become the settings here."""
     connector: list[Literal["shm", "nixl", "grpc"]] = Field(default=["shm", "grpc"])
     """Ways to exchange KV, in order of preference, comma-separated; the first that both sides can is used."""
     kv_peers: list[str] = Field(default=[])

@@ -26,7 +26,6 @@ FOREIGN_FLAGS: dict[str, str] = {
     "calculate-kv-scales": "scales are computed with each token; see kv-cache-dtype",
     "kv-offloading-size": "KV leaves an engine for the kvcache service: see kvcache, and its arena-bytes",
     "kv-offloading-backend": "KV leaves an engine for the kvcache service: see kvcache",
-    "kv-transfer-config": "every engine can send and fetch KV: see connector, kv-peers and kv-load-failure-policy",
     "cpu-offload-gb": f"weights on another device than the model's: that {_NOT_YET}",
     "disable-hybrid-kv-cache-manager": "sliding-window layers have a KV group of their own; that cannot be turned off",
     "disable-chunked-mm-input": "the served models read text only",

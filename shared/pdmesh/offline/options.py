@@ -20,6 +20,8 @@ _FOR_PEERS = {
     "kv_peers",
     "kv_lease_duration_s",
     "kv_load_failure_policy",
+    "kv_role",
+    "kv_transfer_config",
     "kvcache",
     "kvcache_lookup_timeout_s",
     "kv_events_config",

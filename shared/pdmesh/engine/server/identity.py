@@ -8,6 +8,7 @@ from typing import Literal
 from pdmesh import __version__
 from pdmesh.config import EngineConfig
 from pdmesh.engine.messages import CoreReady
+from pdmesh.errors import ConfigError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.capabilities import OWN, capabilities_to_pb
 from pdmesh.protocol.version import PROTOCOL_MIN, PROTOCOL_VERSION
@@ -33,12 +34,29 @@ class Identity:
 
 
 def identify(config: EngineConfig, role: Role, model_name: str) -> Identity:
-    """Name this start of the engine; without a configured id, role and a random suffix."""
+    """Name this start of the engine; without a configured id, role and a random suffix. Raises ConfigError."""
+    role = narrowed_role(role, config.kv_role)
     return Identity(
         engine_id=config.engine_id or f"{role}-{secrets.token_hex(3)}",
         role=role,
         model_name=config.served_model_name or model_name,
     )
+
+
+def narrowed_role(role: Role, kv_role: str) -> Role:
+    """What an engine is to proxies when it may be `role` and `kv-role` says which ends of a handoff it takes.
+
+    Raises ConfigError when nothing of the role is left.
+    """
+    if kv_role == "kv_both":
+        return role
+    only: Role = "prefill" if kv_role == "kv_producer" else "decode"
+    if role not in (only, "both"):
+        does, fits = ("offers", "kv_producer") if role == "prefill" else ("fetches", "kv_consumer")
+        raise ConfigError(
+            f"kv-role {kv_role}: a {role} service {does} KV, which this role refuses; it must be {fits} or kv_both"
+        )
+    return only
 
 
 def describe(identity: Identity, ready: CoreReady, config: EngineConfig) -> pb.EngineInfo:

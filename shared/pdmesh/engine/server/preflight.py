@@ -9,13 +9,16 @@ from pdmesh.config import EngineConfig
 from pdmesh.engine.batch_defaults import DeviceInfo, check_batch
 from pdmesh.engine.compute_threads import resolve_threads
 from pdmesh.engine.kv_events_config import check_addresses, kv_events_config
+from pdmesh.engine.kv_transfer_config import kv_transfer_lines, resolve_kv_transfer
 from pdmesh.engine.logits_processors import ENTRY_POINT_GROUP
 from pdmesh.engine.model_check import check_model
 from pdmesh.engine.processor_check import IMPORT_FAILED
+from pdmesh.engine.server.identity import Role, narrowed_role
 from pdmesh.errors import ConfigError
 from pdmesh.lifecycle import check_ports
 from pdmesh.parent import tied_command
 from pdmesh.security import MeshSecret
+from pdmesh_kernels.cpu.library import LibraryError, choose_isa, is_built, load
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +26,12 @@ log = logging.getLogger(__name__)
 IMPORT_TIMEOUT_S = 50.0
 
 
-async def check_engine(config: EngineConfig) -> None:
-    """Raise ConfigError for what cannot work; log what has no effect."""
+async def check_engine(config: EngineConfig, role: Role = "both") -> None:
+    """Raise ConfigError for what cannot work; log what has no effect, and what vLLM's JSON became."""
+    config = resolve_kv_transfer(config)
+    narrowed_role(role, config.kv_role)
+    for line in kv_transfer_lines(config):
+        log.info("%s", line)
     MeshSecret.load(config)
     resolve_threads(config)
     check_processors(config.logits_processors)
@@ -40,9 +47,19 @@ async def check_engine(config: EngineConfig) -> None:
         check_addresses(events, config.host)
     # In a thread: a Hugging Face id may have to be downloaded.
     await asyncio.to_thread(check_model, config)
+    if config.cpu_isa != "auto" and is_built():
+        await asyncio.to_thread(check_isa, config.cpu_isa)
     if config.check_config:
         # A start does the same at once in its core; here nobody else would.
         await import_processors(config.logits_processors)
+
+
+def check_isa(name: str) -> None:
+    """Raise ConfigError for an instruction set that this processor does not have."""
+    try:
+        choose_isa(load(), name)
+    except LibraryError as exc:
+        raise ConfigError(str(exc)) from None
 
 
 async def import_processors(names: list[str]) -> None:

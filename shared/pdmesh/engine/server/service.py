@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdmesh.config import EngineConfig
 from pdmesh.engine.core_client import CoreClient
+from pdmesh.engine.kv_transfer_config import resolve_kv_transfer
 from pdmesh.engine.server.identity import Role, identify
 from pdmesh.lifecycle import Life
 from pdmesh.models.source import resolve
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 async def serve_engine(config: EngineConfig, life: Life, role: Role) -> None:
     """Run an engine, whose configuration has passed `check_engine`, until told to stop."""
+    config = resolve_kv_transfer(config)
     secret = MeshSecret.load(config)
     source = await asyncio.to_thread(resolve, config.model)
     identity = identify(config, role, source.name)

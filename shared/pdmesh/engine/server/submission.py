@@ -23,8 +23,16 @@ from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RequestTable, RunningRequest, Sink
 from pdmesh.engine.server.sources import Sources
-from pdmesh.engine.server.transfer_params import RemoteKV
-from pdmesh.errors import RETRY_AFTER_S, Draining, InternalError, InvalidRequest, MeshError, Overloaded
+from pdmesh.engine.server.transfer_params import FIELD, RemoteKV
+from pdmesh.errors import (
+    RETRY_AFTER_S,
+    Draining,
+    HandshakeRefused,
+    InternalError,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+)
 from pdmesh.protocol.messages import GenerateRequest, KVSource
 
 log = logging.getLogger(__name__)
@@ -74,15 +82,16 @@ class Submission:
     def submit(self, request: GenerateRequest, sink: Sink, leg: StockLeg | None = None) -> RunningRequest:
         """Accept a request; its deltas, or its error, go to `sink`. Never blocks.
 
-        Raises Draining, Overloaded or InvalidRequest when it is not accepted: then `sink` hears nothing.
+        Raises Draining, Overloaded, InvalidRequest or HandshakeRefused when it is not accepted: then `sink` hears nothing.
         """
         self._check_room()
+        leg = leg or StockLeg()
+        check_kv_role(self._config.kv_role, request, leg)
         tokens = check_request(request, self._ready)
         if self._table.find(sink, request.request_id) is not None:
             raise InvalidRequest(f"request id {request.request_id!r} is running already", param="request_id")
         running = self._table.add(request, sink, self._endings.overdue)
         running.tokens = tokens
-        leg = leg or StockLeg()
         if request.prefill_only or leg.offer:
             self._handoff.open(running, stock=leg.offer)
         keys: list[bytes] = []
@@ -144,6 +153,22 @@ class Submission:
                 store_to_tier=bool(self._config.kvcache) and self._config.enable_prefix_caching,
             )
         )
+
+
+def check_kv_role(kv_role: str, request: GenerateRequest, leg: StockLeg) -> None:
+    """Refuse the leg of a handoff that this engine's `kv-role` does not take: it is no failed fetch, so no policy applies.
+
+    Raises InvalidRequest, that names the parameter, for a stock leg, and HandshakeRefused for a proxy's, which goes elsewhere.
+    """
+    if kv_role == "kv_producer" and (request.ticket or leg.remote):
+        problem, param = "this engine fetches no KV: its kv-role is kv_producer", "do_remote_prefill"
+    elif kv_role == "kv_consumer" and (request.prefill_only or leg.offer):
+        problem, param = "this engine offers no KV: its kv-role is kv_consumer", "do_remote_decode"
+    else:
+        return
+    if leg.remote or leg.offer:
+        raise InvalidRequest(f"{FIELD}.{param}: {problem}", param=f"{FIELD}.{param}")
+    raise HandshakeRefused(problem)
 
 
 def check_request(request: GenerateRequest, ready: CoreReady) -> NDArray[np.int64]:
