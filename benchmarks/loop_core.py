@@ -177,7 +177,7 @@ def main() -> int:
     parent_pid, options = int(sys.argv[1]), CoreOptions(**json.loads(sys.argv[2]))
     die_with_parent(parent_pid)
     backend, stages = NullBackend(options), Stages()
-    core_process.make_backend = lambda _: ChosenBackend(backend)  # type: ignore[attr-defined]
+    vars(core_process)["make_backend"] = lambda _: ChosenBackend(backend)
     if options.stages:
         stages.wrap(scheduler.Scheduler, "schedule", "schedule")
         stages.wrap(scheduler.Scheduler, "update", "update")

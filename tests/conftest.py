@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +23,18 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 for _name in [name for name in os.environ if name.startswith("PDMESH_") and not name.startswith("PDMESH_TEST_")]:
     del os.environ[_name]
+
+# Packed weights, and a library that had to be built, go to a cache of the tests' own, which processes and later runs share. A
+# test that needs it empty has one for itself.
+_cache = Path(tempfile.gettempdir()) / f"pdmesh-tests-{os.getuid()}" / "cache"
+(_cache / "pdmesh").mkdir(mode=0o700, parents=True, exist_ok=True)
+_usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+# A library that is there already serves; packages stay where they are, since tests install some.
+for _library in (_usual / "pdmesh").glob("libpdmesh_cpu-*.so"):
+    with contextlib.suppress(FileExistsError):
+        (_cache / "pdmesh" / _library.name).symlink_to(_library)
+os.environ.setdefault("PIP_CACHE_DIR", str(_usual / "pip"))
+os.environ["XDG_CACHE_HOME"] = str(_cache)
 
 # Started in the background, a process ignores Ctrl-C, and so would all that it starts; some tests are about Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

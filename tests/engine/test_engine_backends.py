@@ -3,7 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -11,9 +11,14 @@ from pdmesh.config import EngineConfig
 from pdmesh.engine import backends
 from pdmesh.engine.backend import ProgressCallback
 from pdmesh.engine.backends import ChosenBackend, make_backend
+from pdmesh.engine.server import preflight
 from pdmesh.errors import ConfigError
+from pdmesh.models.ggml_types import GGMLType
+from pdmesh_kernels.cpu.abi import Isa
 from pdmesh_kernels.cpu.library import LibraryError
+from support.tiny_gguf import make_tiny_gguf
 from support.tiny_models import make_tiny
+from support.tiny_packed import make_tiny_packed
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +91,28 @@ def test_what_only_the_library_can_is_not_dropped_quietly(
         choose(model, **settings)
 
 
+@pytest.mark.parametrize("kind", ["Q4_1, values Q5_1", "Q5_0", "gptq", "gptq act order"])
+@pytest.mark.parametrize("quantization", ["int8", "int8_weight_only"])
+def test_a_quantised_checkpoint_is_not_quantised_again(
+    tmp_path: Path, kind: str, quantization: Literal["int8", "int8_weight_only"]
+) -> None:
+    """Projections that are kept in bf16, as in mixtures such as Q4_K_M, were made int8, others were not, and nothing said so."""
+    plain, path = make_tiny("llama_tied", tmp_path / "made"), tmp_path / "model.gguf"
+    if kind.startswith("gptq"):
+        path, _ = make_tiny_packed(plain, tmp_path, "gptq", is_act_order=kind != "gptq")
+    elif kind == "Q5_0":
+        make_tiny_gguf(plain, path, kind=GGMLType.Q5_0)
+    else:
+        make_tiny_gguf(plain, path, kind=GGMLType.Q4_1, value_kind=GGMLType.Q5_1)
+    config = EngineConfig(model=str(path), cpu_threads=1, quantization=quantization)
+    backend = make_backend(config).backend
+    with (
+        contextlib.closing(backend),
+        pytest.raises(ConfigError, match=f"quantization {quantization}: .* is quantised already"),
+    ):
+        backend.load(config.model, "auto", None, ProgressCallback())
+
+
 def test_torch_is_torch_without_a_fallback(model: str) -> None:
     chosen = choose(model, backend="torch")
     assert (chosen.backend.name, chosen.fallback) == ("torch", "")
@@ -95,3 +122,15 @@ def test_cpu_is_refused_where_it_cannot_serve(model: str) -> None:
     backend = make_backend(EngineConfig(model=model, backend="cpu", cpu_threads=1)).backend
     with contextlib.closing(backend), pytest.raises(ConfigError, match="dtype: 'float16' is not for the CPU library"):
         backend.load(model, "float16", None, ProgressCallback())
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Old:
+        isas = (Isa.AVX2,)
+
+    monkeypatch.setattr(preflight, "load", Old)
+    preflight.check_isa("avx2")
+    with pytest.raises(ConfigError, match="cpu-isa amx: this processor has avx2"):
+        preflight.check_isa("amx")

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 from pdmesh.config import EngineConfig
 from pdmesh.engine.backend import Backend
@@ -126,11 +127,30 @@ def test_threads_without_cores_run_anywhere() -> None:
         assert (step.cores, step.niceness) == (os.sched_getaffinity(0), own)
 
 
+class TorchWitness(Witness):
+    """A worker whose step is large enough for torch to share it among its team."""
+
+    def run(self, plan: StepPlan, on_begin: object = None) -> StepResult:
+        before = {int(task.name) for task in Path("/proc/self/task").iterdir()}
+        torch.ones(512, 512) @ torch.ones(512, 512)
+        team = {int(task.name) for task in Path("/proc/self/task").iterdir()} - before
+        self.team = {thread: (os.sched_getaffinity(thread), niceness_of(thread)) for thread in team}
+        return super().run(plan, on_begin)
+
+
 def test_torch_starts_its_team_from_a_thread_on_all_of_the_cores() -> None:
-    own = niceness_of(0)
-    step = seen_by_step(TorchBackend(len(CORES), cores=CORES, niceness=1))
-    assert step.cores == set(CORES)
-    assert step.niceness == own + 1
+    own, threads = niceness_of(0), torch.get_num_threads()
+    witness = TorchWitness()
+    try:
+        with closing(TorchBackend(2, cores=CORES, niceness=1)) as backend:
+            executor = Executor(witness, is_async=True, on_start=backend.step_thread.take)
+            executor.submit(StepPlan())
+            executor.close()
+    finally:
+        torch.set_num_threads(threads)
+    assert (witness.cores, witness.niceness) == (set(CORES), own + 1)
+    assert len(witness.team) == 1
+    assert list(witness.team.values()) == [(set(CORES), own + 1)]
 
 
 def test_a_core_that_has_gone_leaves_the_thread_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """A real core process over ZMQ with a tiny model: start, serve, sleep, fail and die."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,9 +16,12 @@ import pytest
 import zmq
 
 from pdmesh.config import EngineConfig
+from pdmesh.engine.backend import ProgressCallback
 from pdmesh.engine.core_client import CoreClient
+from pdmesh.engine.cpu_backend import CpuBackend
 from pdmesh.engine.messages import StepOutput
 from pdmesh.errors import ConfigError
+from pdmesh.models.kv_cache_dtype import KVCacheDtype
 from pdmesh.protocol.messages import ChoiceDelta
 from support.core_harness import make_add
 from support.tiny_models import make_tiny
@@ -108,6 +112,34 @@ def test_a_core_serves_sleeps_ends_and_its_death_is_noticed(model: Path) -> None
             assert not [m async for m in client.outputs() if not isinstance(m, StepOutput) or m.deltas]
             assert time.monotonic() - began < 2
             client.send(make_add(PROMPT))
+
+    run(test)
+
+
+def test_settings_reach_what_computes(model: Path) -> None:
+    """Between the command line and the library a setting could be dropped, and everything would still be computed."""
+    cores = sorted(os.sched_getaffinity(0))[-2:]
+    numbers = {"quantization": "int8", "kv_cache_dtype": "int8_per_token_head"}
+    places = {"cpu_threads": 0, "cpu_cores": ",".join(map(str, cores)), "cpu_nice": 2}
+    with contextlib.closing(CpuBackend(1, "avx2", "int8", KVCacheDtype.INT8_PER_TOKEN_HEAD)) as backend:
+        info = backend.load(str(model), "auto", None, ProgressCallback())
+
+    async def test() -> None:
+        async with started(config_of(model, cpu_isa="avx2", **numbers, **places)) as client:
+            ready = client.ready
+            assert (ready.backend, ready.instruction_set, ready.backend_fallback) == ("cpu", "avx2", "")
+            assert (ready.dtype, ready.quantization, ready.kv_dtype) == ("bfloat16", "int8", "int8")
+            assert (ready.model_fingerprint, ready.block_bytes) == (info.fingerprint, info.groups[0].block_bytes)
+            # The thread that makes steps is placed before its first.
+            await generate(client)
+            niceness = os.getpriority(os.PRIO_PROCESS, client.pid)
+            threads = [thread.id for thread in psutil.Process(client.pid).threads()]
+            placed = [
+                os.sched_getaffinity(thread)
+                for thread in threads
+                if os.getpriority(os.PRIO_PROCESS, thread) == niceness + 2
+            ]
+            assert sorted(map(sorted, placed)) == [[core] for core in cores]
 
     run(test)
 

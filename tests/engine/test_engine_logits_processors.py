@@ -2,6 +2,7 @@
 
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import ClassVar
@@ -108,17 +109,28 @@ def test_a_module_that_exits_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         load_processors(["leaves_at_once:X"])
 
 
+def test_torch_has_as_many_threads_as_the_engine() -> None:
+    """In the thread that steps, which starts afterwards, too."""
+    before = torch.get_num_threads()
+    try:
+        make_processors([Recorder], VOCAB_SIZE, num_threads=3)
+        with ThreadPoolExecutor(1) as steps:
+            assert [torch.get_num_threads(), steps.submit(torch.get_num_threads).result()] == [3, 3]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_one_that_fails_to_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(make_processors([Recorder], VOCAB_SIZE)) == 1
+    assert len(make_processors([Recorder], VOCAB_SIZE, num_threads=1)) == 1
     with pytest.raises(ConfigError, match=r"Grumpy failed to start: RuntimeError: no licence"):
-        make_processors([Recorder, Grumpy], VOCAB_SIZE)
+        make_processors([Recorder, Grumpy], VOCAB_SIZE, num_threads=1)
 
     def leave(self: Grumpy, vocab_size: int, device: torch.device) -> None:
         raise SystemExit(3)
 
     monkeypatch.setattr(Grumpy, "__init__", leave)
     with pytest.raises(ConfigError, match=r"Grumpy failed to start: SystemExit: 3"):
-        make_processors([Grumpy], VOCAB_SIZE)
+        make_processors([Grumpy], VOCAB_SIZE, num_threads=1)
 
 
 def test_requests_are_checked_by_all() -> None:
@@ -162,7 +174,7 @@ def test_whatever_is_raised_over_a_request_is_an_answer_that_can_be_sent(
 
 
 def test_a_processor_sees_prompt_and_output_of_rows_that_ask_for_it(module: types.ModuleType) -> None:
-    harness = RunnerHarness(processors=make_processors([Recorder], VOCAB_SIZE))
+    harness = RunnerHarness(processors=make_processors([Recorder], VOCAB_SIZE, num_threads=1))
     harness.add(0, [5, 6], choice=2, extra_args={"force": 9}, temperature=1.0)
     harness.add(1, [5, 6])
     tokens = harness.generate([0, 1], 3)
@@ -180,7 +192,7 @@ def test_the_documented_processor_works(tmp_path: Path, monkeypatch: pytest.Monk
     classes = load_processors(["my_rules:EvenTokens"])
     with pytest.raises(InvalidRequest, match="even_until"):
         check_processors(classes, SamplingParams(extra_args={"even_until": -1}))
-    harness = RunnerHarness(processors=make_processors(classes, VOCAB_SIZE))
+    harness = RunnerHarness(processors=make_processors(classes, VOCAB_SIZE, num_threads=1))
     for row in range(4):
         harness.add(row, [5, row], extra_args={"even_until": 3})
     tokens = harness.generate(list(range(4)), 10)

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,17 @@ from pdmesh_kernels.cpu import build, library
 ROOT = Path(__file__).resolve().parents[2]
 IN_WHEEL = f"pdmesh_kernels/cpu/{build.LIBRARY}"
 BUILD_TIMEOUT_S = 500
+
+
+def test_tests_leave_the_usual_cache_alone_and_share_one() -> None:
+    folder = library.cache_folder()
+    assert folder.is_relative_to(tempfile.gettempdir())
+    assert library.is_ours(folder.stat())
+    seen = subprocess.run(
+        [sys.executable, "-c", "from pdmesh_kernels.cpu.library import cache_folder; print(cache_folder())"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert seen.stdout.strip() == str(folder)
 
 
 def needs_compiler() -> None:

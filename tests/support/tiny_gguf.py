@@ -35,11 +35,13 @@ def make_tiny_gguf(
     path: Path,
     *,
     kind: GGMLType = GGMLType.F32,
+    value_kind: GGMLType | None = None,
     rope_factors: list[float] | None = None,
 ) -> Path:
     """Convert a `make_tiny` checkpoint (not mistral) into `path`; matrices become `kind`, vectors stay F32.
 
-    Holds the vocabulary's tokens, but no merges: enough for the engine, not for a tokenizer.
+    `value_kind`: for the projections of values, which llama.cpp's mixtures keep in more bits. Holds the vocabulary's tokens,
+    but no merges: enough for the engine, not for a tokenizer.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     arch = config["model_type"].removesuffix("_text")
@@ -75,7 +77,8 @@ def make_tiny_gguf(
             weight = _pairs(weight, config["num_key_value_heads"])
         if is_gemma and name.endswith("norm.weight"):
             weight = weight + np.float32(1)
-        quantized = gguf.GGMLQuantizationType(kind if weight.ndim == 2 else GGMLType.F32)
+        wanted = value_kind if value_kind is not None and ".v_proj." in name else kind
+        quantized = gguf.GGMLQuantizationType(wanted if weight.ndim == 2 else GGMLType.F32)
         writer.add_tensor(
             _gguf_name(name, is_gemma=is_gemma), gguf.quants.quantize(weight, quantized), raw_dtype=quantized
         )

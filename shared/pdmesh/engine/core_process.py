@@ -24,6 +24,7 @@ from pdmesh.engine.batch_defaults import resolve_batch
 from pdmesh.engine.block_hash import BlockHasher
 from pdmesh.engine.block_key import root_key
 from pdmesh.engine.block_pool import BlockPool
+from pdmesh.engine.compute_threads import resolve_threads
 from pdmesh.engine.core import Core
 from pdmesh.engine.executor import Executor
 from pdmesh.engine.host_memory import available_bytes
@@ -165,7 +166,7 @@ def _executor(
         log.info(
             "asynchronous scheduling is off (no-async-scheduling): a step is planned when the one before has ended"
         )
-    made = make_processors(processors, info.vocab_size)
+    made = make_processors(processors, info.vocab_size, resolve_threads(config).count)
     try:
         runner = Runner(
             backend,

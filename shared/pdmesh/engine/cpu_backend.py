@@ -13,6 +13,7 @@ from pdmesh.engine.host_memory import available_bytes, usable_cores
 from pdmesh.engine.step_logits import StepLogits
 from pdmesh.errors import ConfigError
 from pdmesh.models.checkpoint import open_checkpoint
+from pdmesh.models.checkpoint_quantization import already_quantised
 from pdmesh.models.cpu_program import CpuProgram
 from pdmesh.models.cpu_weights import CpuWeights, load_cpu_weights
 from pdmesh.models.fingerprint import model_fingerprint, with_kv_cache
@@ -21,6 +22,7 @@ from pdmesh.models.kv_layout import CPU_PACKING, KVLayout, plan_layouts
 from pdmesh.models.model_config import ModelConfig
 from pdmesh.models.weight_formats import ComputeDType, Quantization
 from pdmesh_kernels.cpu.library import Library, LibraryError, Pool, choose_isa, load
+from pdmesh_kernels.cpu.limits import MAX_HEAD_DIM, TOKEN_TILE
 from pdmesh_kernels.cpu.packing import aligned_bytes
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ BYTES_PER_LOGIT = 4 + 4 + 8 + 4
 class CpuBackend(Backend):
     name = "cpu"
     row_invariant = True
-    default_block_size = 32
+    default_block_size = TOKEN_TILE
 
     def __init__(
         self,
@@ -71,15 +73,19 @@ class CpuBackend(Backend):
         if DTYPES[dtype] == "float32" and self._kv_cache_dtype is not KVCacheDtype.AUTO:
             raise ConfigError(f"kv-cache-dtype: {self._kv_cache_dtype.value} needs --dtype bfloat16, not float32")
         size = block_size or self.default_block_size
-        if size % 32:
-            raise ConfigError(f"block-size {size}: the CPU library needs a multiple of 32; or use --backend torch")
+        if size % TOKEN_TILE:
+            raise ConfigError(
+                f"block-size {size}: the CPU library needs a multiple of {TOKEN_TILE}; or use --backend torch"
+            )
         started, dtype_name = time.monotonic(), DTYPES[dtype]
         with open_checkpoint(model) as checkpoint:
             config = checkpoint.config
-            if config.head_dim % 2 or config.head_dim > 256:
+            if config.head_dim % 2 or config.head_dim > MAX_HEAD_DIM:
                 raise ConfigError(
-                    f"{model}: head_dim {config.head_dim} is not an even number up to 256; use --backend torch"
+                    f"{model}: head_dim {config.head_dim} is not an even number up to {MAX_HEAD_DIM}; use --backend torch"
                 )
+            if self._quantization is not Quantization.NONE and checkpoint.reader.is_quantised:
+                raise already_quantised(model, self._quantization.value)
             numbers = (
                 dtype_name if self._quantization is Quantization.NONE else f"{dtype_name} {self._quantization.value}"
             )

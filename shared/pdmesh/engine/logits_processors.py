@@ -91,12 +91,19 @@ def load_processors(names: Iterable[str]) -> list[type[LogitsProcessor]]:
     return list(found)
 
 
-def make_processors(classes: Sequence[type[LogitsProcessor]], vocab_size: int) -> list[LogitsProcessor]:
-    """Construct each for the host, where the sampler works. Raises ConfigError that names the one that fails."""
+def make_processors(
+    classes: Sequence[type[LogitsProcessor]], vocab_size: int, num_threads: int
+) -> list[LogitsProcessor]:
+    """Construct each for the host, where the sampler works. Raises ConfigError that names the one that fails.
+
+    Torch computes with `num_threads` from then on, in threads that have not used it yet.
+    """
     if not classes:
         return []
     import torch
 
+    # It would take all cores, whatever the engine was given.
+    torch.set_num_threads(num_threads)
     made = []
     for cls in classes:
         try:
