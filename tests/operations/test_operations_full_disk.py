@@ -57,7 +57,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_mesh(runtime: RuntimeFolder, news: list[str]) -> Mesh:
     config = load_config(UpConfig, ["--aggregated", "--no-kvcache", "--port", str(free_port())], prog="t", environ={})
     with contextlib.closing(Ports()) as ports:
-        plan = Plan(config, runtime, os.environ, ports)
+        plan = Plan(config, runtime, os.environ, ports, context=8192)
     mesh = Mesh(config, plan, runtime, changed=lambda: None, report=news.append)
     mesh._started = True
     return mesh
