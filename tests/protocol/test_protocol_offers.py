@@ -75,10 +75,17 @@ def test_a_transfer_sees_the_blocks_and_their_generations(table: OfferTable) -> 
     opened(table)
     view = table.begin("t", "c", "o", DIGEST)
     assert (view.groups, view.num_tokens) == (BLOCKS, 40)
-    wanted = [GroupBlocks(group=0, block_ids=[9, 4], generations=[])]
+    wanted = [GroupBlocks(group=0, block_ids=[7, 9], generations=[])]
     assert table.begin("t2", "c", "o", DIGEST, wanted).groups == [
-        GroupBlocks(group=0, block_ids=[9, 4], generations=[3, 1], first_block=2)
+        GroupBlocks(group=0, block_ids=[7, 9], generations=[2, 3], first_block=1)
     ]
+
+
+@pytest.mark.parametrize("block_ids", [[9, 4], [4, 9], [4, 4, 4], [4, 9, 7], [9, 9]])
+def test_blocks_in_another_order_are_refused(table: OfferTable, block_ids: list[int]) -> None:
+    """They would be taken for other tokens' KV, and served to everybody with that prefix."""
+    opened(table)
+    assert refusal(table, groups=[GroupBlocks(group=0, block_ids=block_ids, generations=[])]) == Reason.FOREIGN_BLOCKS
 
 
 def test_beginning_twice_is_the_same_transfer(table: OfferTable) -> None:

@@ -353,7 +353,9 @@ class OfferTable:
 
 
 def _view(offer: _Offer, groups: list[GroupBlocks] | None) -> OfferView:
-    """Narrow an offer to the blocks a consumer names, with the generations the owner knows."""
+    """Narrow an offer to the blocks a consumer names, with the generations the owner knows. They must be a run of the offer's, in
+    its order: tokens are told by place.
+    """
     if not groups:
         return OfferView(groups=offer.groups, num_tokens=offer.num_tokens)
     offered = {each.group: each for each in offer.groups}
@@ -367,6 +369,8 @@ def _view(offer: _Offer, groups: list[GroupBlocks] | None) -> OfferView:
         if wanted.generations and wanted.generations != generations:
             raise TransferFailed(f"{Reason.STALE}: blocks of offer {offer.offer_id} have newer content")
         skipped = of_group.block_ids.index(wanted.block_ids[0]) if wanted.block_ids else 0
+        if of_group.block_ids[skipped : skipped + len(wanted.block_ids)] != wanted.block_ids:
+            raise Forbidden(f"{Reason.FOREIGN_BLOCKS}: offer {offer.offer_id} does not have these blocks in this order")
         narrowed.append(
             GroupBlocks(
                 group=wanted.group,
