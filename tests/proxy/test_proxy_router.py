@@ -115,6 +115,15 @@ NIXL_D2 = changed(D2, connectors=frozenset({"nixl"}))
             "d1",
             Reason.DISAGGREGATED,
         ),
+        # Nor before one that does not fit.
+        ([P1, changed(D1, resting=True), NIXL_D2], {}, "p1", "d1", Reason.DISAGGREGATED),
+        (
+            [P1, changed(D1, resting=True), NIXL_D2],
+            {"started": True, "offer_owner": "p1@1"},
+            None,
+            "d1",
+            Reason.HANDOFF,
+        ),
         # Load: who holds the prompt serves it alone only where it is the cheapest to do so.
         ([P1, changed(D1, num_sequences=10), D2], {"cached_tokens": {"d1@1": 980}}, None, "d1", Reason.CACHED),
         ([P1, changed(D1, num_sequences=40), D2], {"cached_tokens": {"d1@1": 980}}, "p1", "d2", Reason.DISAGGREGATED),

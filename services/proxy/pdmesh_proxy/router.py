@@ -102,10 +102,13 @@ class Decision:
 def route(facts: RequestFacts, view: ClusterView, *, pd_min_prompt_tokens: int) -> Decision | None:
     """Decide the next leg of a request; None when no engine can take it."""
     usable = [engine for engine in view.engines if _usable(engine, facts)]
-    prefills = _awake([engine for engine in usable if engine.can_prefill])
-    decodes = _awake([engine for engine in usable if engine.can_decode])
+    prefills = [engine for engine in usable if engine.can_prefill]
+    decodes = [engine for engine in usable if engine.can_decode]
     if facts.started:
         return _go_on(facts, view, prefills, decodes)
+    awake = _awake(prefills), _awake(decodes)
+    if _any_pair(*awake) or not _any_pair(prefills, decodes):
+        prefills, decodes = awake
     if facts.beam_search and decodes:
         known = [engine for engine in decodes if engine.engine_id == facts.preferred_engine]
         return _whole(facts, known or decodes, Reason.BEAM_SEARCH)
@@ -179,10 +182,10 @@ def _go_on(
     owner = view.by_peer(facts.offer_owner) if facts.offer_owner else None
     takers = [engine for engine in decodes if owner is not None and compatible(owner, engine)]
     if takers:
-        return Decision(prefill=None, decode=_cheapest(takers, _decode_cost), reason=Reason.HANDOFF)
+        return Decision(prefill=None, decode=_cheapest(_awake(takers), _decode_cost), reason=Reason.HANDOFF)
     if not decodes and view.wants_decode:
-        return _whole(facts, prefills, _why_no_decode(facts, view))
-    return _whole(facts, decodes or prefills, Reason.RESUMED)
+        return _whole(facts, _awake(prefills), _why_no_decode(facts, view))
+    return _whole(facts, _awake(decodes or prefills), Reason.RESUMED)
 
 
 def _why_no_prefill(facts: RequestFacts, view: ClusterView) -> Reason:

@@ -118,6 +118,8 @@ class PeerDirectory:
         another is not due yet, or is under way.
         """
         if (known := self._known.get(address)) is not None:
+            if known.num_timeouts >= NUM_TIMEOUTS_TO_PROBE:
+                raise PeerUnavailable(f"{address} does not answer; it is being asked whether it still lives")
             return known
         if (breaker := self._breakers.get(address)) is not None and not breaker.admit():
             raise PeerUnavailable(f"{address} does not answer; it is asked again in {breaker.wait_s:.1f} s")
@@ -237,6 +239,8 @@ class PeerDirectory:
         channel, stub = open_channel(address)
         try:
             reply = await self._greeter.ask(stub, address)
+            # It answers: whoever comes now waits for this meeting, which may take its time in the core.
+            self._breakers.pop(address, None)
             if (known := self._by_id(reply.peer_id)) is not None:
                 # The same process under a second name.
                 await channel.close(None)
@@ -298,6 +302,9 @@ class PeerDirectory:
         """Turn a failed call into an error of ours, and draw the conclusions about its peer."""
         try:
             yield
+        except grpc.aio.UsageError as exc:
+            # Another call has lost the peer, and closed its channel, before this one began.
+            raise PeerUnavailable(f"{peer.address} was lost") from exc
         except grpc.aio.AioRpcError as exc:
             error = translated(exc, peer.address)
             error.__cause__ = exc
