@@ -174,6 +174,7 @@ def test_keys_without_effect_are_named_and_change_nothing() -> None:
         "decoder_kv_blocks_ttl": 480,
         "kv_recompute_threshold": 64,
         "push_registration_timeout": 5,
+        "enforce_handshake_compat": True,
     }
     config = configured(outer | {EXTRA: inner})
     assert resolve_kv_transfer(config) is config

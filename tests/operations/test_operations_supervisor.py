@@ -278,11 +278,21 @@ def test_short_prompts_do_not_wait_for_long_ones_where_prompts_are_computed(runt
     assert int(flag(make_plan(runtime).engine(Role.PREFILL, 1), name)) > 0
     assert name not in make_plan(runtime).engine(Role.DECODE, 1).argv
     # An engine refuses a threshold that no prompt can reach.
-    for flags in (("--max-model-len", "64"), ("--prefill-args", "--max-model-len 64")):
+    for flags in (
+        ("--max-model-len", "64"),
+        ("--prefill-args", "--max-model-len 64"),
+        ("--prefill-args", "--config a.toml"),
+    ):
         assert name not in make_plan(runtime, *flags).engine(Role.PREFILL, 1).argv
     assert name not in make_plan(runtime, context=64).engine(Role.PREFILL, 1).argv
     given = make_plan(runtime, "--prefill-args", f"{name} 0").engine(Role.PREFILL, 1).argv
     assert given[len(given) - 1 - given[::-1].index(name) + 1] == "0"
+
+
+def test_vllms_json_for_one_role_is_not_contradicted(runtime: RuntimeFolder) -> None:
+    plan = make_plan(runtime, "--prefill-args", '--kv-transfer-config \'{"kv_connector":"NixlConnector"}\'')
+    assert {"--connector", "--kv-load-failure-policy"}.isdisjoint(plan.engine(Role.PREFILL, 1).argv)
+    assert flag(plan.engine(Role.DECODE, 1), "--connector") == "shm,grpc"
 
 
 def test_cores_for_one_role_bring_their_number_of_threads(

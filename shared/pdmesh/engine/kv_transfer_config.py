@@ -50,6 +50,7 @@ WITHOUT_EFFECT = {
     "num_threads": "NIXL has one thread here, in a process of its own",
     "decoder_kv_blocks_ttl": _NO_BIDIRECTIONAL,
     "kv_recompute_threshold": _NO_BIDIRECTIONAL,
+    "enforce_handshake_compat": "engines always compare what they are before KV moves",
     "push_registration_timeout": "it belongs to NixlPushConnector, which is not here",
 }
 """Keys that are taken for vLLM's sake and change nothing; each that is given is named in the log."""
@@ -72,6 +73,7 @@ class ExtraConfig(Settings):
     decoder_kv_blocks_ttl: float | None = None
     kv_recompute_threshold: int | None = None
     push_registration_timeout: float | None = None
+    enforce_handshake_compat: bool | None = None
 
 
 class KVTransferConfig(Settings):

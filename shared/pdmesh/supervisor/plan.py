@@ -136,8 +136,10 @@ class Plan:
         flags = ["--model", config.model, "--engine-id", f"{role}-{number}"]
         flags += ["--port", str(ports.http), "--grpc-port", str(ports.grpc)]
         flags += ["--dtype", config.dtype, "--backend", config.backend, "--quantization", config.quantization]
-        flags += ["--kv-cache-dtype", config.kv_cache_dtype, "--connector", ",".join(config.connector)]
-        flags += [*self._compute_threads(role), *self._turns(role), "--kv-load-failure-policy", "recompute"]
+        flags += ["--kv-cache-dtype", config.kv_cache_dtype, *self._compute_threads(role), *self._turns(role)]
+        if not self._extra_value(role, "--kv-transfer-config"):
+            # vLLM's JSON says both, and a flag beside it would be a contradiction that nobody wrote.
+            flags += ["--connector", ",".join(config.connector), "--kv-load-failure-policy", "recompute"]
         flags += ["--role", "both"] if config.aggregated else []
         flags += ["--max-model-len", str(config.max_model_len)] if config.max_model_len else []
         if config.kv_cache_memory_bytes:
@@ -207,11 +209,9 @@ class Plan:
 
     def _turns(self, role: Role) -> list[str]:
         """Where prompts are computed, short ones do not wait until long ones are done."""
-        if (
-            role is not Role.PREFILL
-            or self._context < PREFILL_SHARE_TOKENS
-            or self._extra_value(role, "--max-model-len")
-        ):
+        # What a file of its own says is not ours to override.
+        has_own = self._extra_value(role, "--max-model-len") or self._extra_value(role, "--config")
+        if role is not Role.PREFILL or self._context < PREFILL_SHARE_TOKENS or has_own:
             return []
         return ["--long-prefill-token-threshold", str(PREFILL_SHARE_TOKENS)]
 
