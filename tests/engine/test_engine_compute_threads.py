@@ -21,6 +21,7 @@ from pdmesh.engine.plan import StepPlan, StepResult
 from pdmesh.engine.server.preflight import check_engine
 from pdmesh.engine.torch_backend import TorchBackend
 from pdmesh.errors import ConfigError
+from support.library_threads import library_threads
 
 # With one core there is nothing to choose from, but being pinned to it can be seen all the same.
 CORES = tuple(sorted(os.sched_getaffinity(0)))[-2:]
@@ -31,22 +32,10 @@ def niceness_of(thread_id: int) -> int:
     return os.getpriority(os.PRIO_PROCESS, thread_id)
 
 
-def pool_threads() -> dict[int, Path]:
-    """The library's threads of this process."""
-    found = {}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            if (task / "comm").read_text().strip() == "pdm-cpu":
-                found[int(task.name)] = task
-        except (FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
-            continue
-    return found
-
-
 def started(wanted: int, before: set[int]) -> dict[int, Path]:
     """Those that came, once they have got their names and places."""
     deadline = time.monotonic() + 10
-    while len(found := {key: task for key, task in pool_threads().items() if key not in before}) < wanted:
+    while len(found := {key: task for key, task in library_threads().items() if key not in before}) < wanted:
         assert time.monotonic() < deadline, f"{len(found)} threads of {wanted}"
         time.sleep(0.01)
     time.sleep(0.05)
@@ -102,7 +91,7 @@ def test_it_is_refused_before_a_core_is_started() -> None:
 
 
 def test_the_library_gets_one_thread_per_core_and_the_first_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, own = set(pool_threads()), niceness_of(0)
+    before, own = set(library_threads()), niceness_of(0)
     with closing(CpuBackend(len(CORES), cores=CORES, niceness=2)) as backend:
         others = started(len(CORES) - 1, before)
         assert {frozenset(os.sched_getaffinity(thread)) for thread in others} == {
@@ -118,7 +107,7 @@ def test_the_library_gets_one_thread_per_core_and_the_first_is_the_step(monkeypa
 
 
 def test_threads_without_cores_run_anywhere() -> None:
-    before, own = set(pool_threads()), niceness_of(0)
+    before, own = set(library_threads()), niceness_of(0)
     with closing(CpuBackend(3)) as backend:
         others = started(2, before)
         assert {frozenset(os.sched_getaffinity(thread)) for thread in others} == {frozenset(os.sched_getaffinity(0))}

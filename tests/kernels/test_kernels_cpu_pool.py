@@ -10,22 +10,12 @@ import numpy as np
 import pytest
 
 from pdmesh_kernels.cpu.library import Library, LibraryError, Pool
+from support.library_threads import library_threads
 
 NUM_THREADS = 3
 # One wake-up on a busy machine; a thread that spins takes the window.
 MOST_IDLE_S = 0.005
 WINDOW_S = 1.0
-
-
-def tasks() -> dict[int, Path]:
-    found = {}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            if (task / "comm").read_text().strip() == "pdm-cpu":
-                found[int(task.name)] = task
-        except (FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
-            continue
-    return found
 
 
 def run_s(task: Path) -> float:
@@ -60,7 +50,7 @@ def angles(library: Library) -> Angles:
 
 @pytest.fixture
 def before() -> set[int]:
-    return set(tasks())
+    return set(library_threads())
 
 
 @pytest.fixture
@@ -72,7 +62,7 @@ def pool(library: Library, before: set[int]) -> Iterator[Pool]:
 def test_threads_that_have_nothing_to_do_take_no_time(pool: Pool, before: set[int], angles: Angles) -> None:
     for _ in range(20):
         angles.run(pool)
-    threads = [task for key, task in tasks().items() if key not in before]
+    threads = [task for key, task in library_threads().items() if key not in before]
     assert len(threads) == NUM_THREADS - 1
     # The last run's threads are on their way to sleep.
     time.sleep(0.1)
@@ -99,7 +89,7 @@ def test_threads_are_where_and_as_nice_as_they_were_asked_to_be(
     # The last is not pinned; a core that there is not is as if none had been named.
     with closing(Pool(library, 4, [core, core, -1, 1023], niceness=3)) as pool:
         angles.run(pool)
-        threads = [key for key in sorted(tasks()) if key not in before]
+        threads = [key for key in sorted(library_threads()) if key not in before]
         assert len(threads) == 3
         everywhere = os.sched_getaffinity(0)
         assert [os.sched_getaffinity(thread) for thread in threads] == [{core}, everywhere, everywhere]

@@ -83,15 +83,13 @@ def _check_kv(config: "EngineConfig") -> None:
 
 
 def _check_backend(config: "EngineConfig") -> None:
-    for name, default in CPU_LIBRARY_ONLY.items():
-        value = getattr(config, name)
-        if config.backend == "torch" and value != default:
-            raise ValueError(f"{name.replace('_', '-')} {value} needs backend cpu; it is torch")
+    needing = needs_cpu_library(config)
+    if needing and config.backend == "torch":
+        raise ValueError(f"{needing} needs backend cpu; it is torch")
     for name, default in QUANTISERS.items():
         value = getattr(config, name)
         if value != default and config.dtype not in ("auto", "bfloat16"):
             raise ValueError(f"{name.replace('_', '-')} {value} needs dtype bfloat16; it is {config.dtype}")
-    needing = needs_cpu_library(config)
     if needing and config.dtype == "float16":
         raise ValueError(f"{needing} needs dtype bfloat16 or float32; it is float16")
     if needing and config.block_size % TOKEN_TILE:

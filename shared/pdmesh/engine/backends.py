@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdmesh.config import EngineConfig
-from pdmesh.config.contradictions import CPU_LIBRARY_ONLY
+from pdmesh.config.contradictions import needs_cpu_library
 from pdmesh.engine.backend import Backend
 from pdmesh.engine.compute_threads import resolve_threads
 from pdmesh.errors import ConfigError
@@ -35,7 +35,8 @@ def make_backend(config: EngineConfig) -> ChosenBackend:
     if config.backend == "auto":
         obstacle = _obstacle(config)
         if obstacle is not None:
-            _check_nothing_needs_it(config, obstacle)
+            if needing := needs_cpu_library(config):
+                raise ConfigError(f"{needing} needs the CPU library, which cannot serve: {obstacle.text}")
             log.warning(
                 "backend auto: PyTorch computes, several times slower, since the CPU library cannot: %s", obstacle.text
             )
@@ -75,15 +76,6 @@ def _obstacle(config: EngineConfig) -> _Obstacle | None:
     except LibraryError as exc:
         return _Obstacle("no_library", str(exc))
     return None
-
-
-def _check_nothing_needs_it(config: EngineConfig, obstacle: _Obstacle) -> None:
-    for name, default in CPU_LIBRARY_ONLY.items():
-        value = getattr(config, name)
-        if value != default:
-            raise ConfigError(
-                f"{name.replace('_', '-')} {value} needs the CPU library, which cannot serve: {obstacle.text}"
-            )
 
 
 def _torch(config: EngineConfig) -> Backend:
