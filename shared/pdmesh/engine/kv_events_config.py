@@ -1,7 +1,6 @@
 """What `--kv-events-config` says: vLLM's JSON for its KV events, checked before anything starts."""
 
 import errno
-import json
 import os
 import re
 import socket as sockets
@@ -13,6 +12,7 @@ import zmq
 from pydantic import Field, ValidationError
 
 from pdmesh.config import EngineConfig, Settings
+from pdmesh.engine.json_setting import parse_object
 from pdmesh.engine.kv_events import KVEventLog
 from pdmesh.engine.kv_groups import KVGroup
 from pdmesh.errors import ConfigError
@@ -60,12 +60,7 @@ def kv_events_config(config: EngineConfig) -> KVEventsConfig | None:
     text = config.kv_events_config
     if not text.strip():
         return None
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{SETTING}: {text[:80]!r} is not JSON: {exc}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{SETTING}: {text[:80]!r} is not a JSON object")
+    values = parse_object(SETTING, text)
     if unknown := sorted(set(values) - set(KVEventsConfig.model_fields)):
         known = ", ".join(KVEventsConfig.model_fields)
         raise ConfigError(f"{SETTING}: unknown key {unknown[0]!r}; the keys are {known}")

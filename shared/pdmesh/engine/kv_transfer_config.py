@@ -1,6 +1,5 @@
 """What `--kv-transfer-config` says: vLLM's JSON for its KV transfers, turned into settings of ours before anything starts."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -8,6 +7,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from pdmesh.config import EngineConfig, Settings
+from pdmesh.engine.json_setting import parse_object
 from pdmesh.errors import ConfigError
 
 EngineConfigT = TypeVar("EngineConfigT", bound=EngineConfig)
@@ -160,12 +160,7 @@ def _sections(text: str) -> Iterator[tuple[str, Settings]]:
     """Every object of the JSON that has keys of its own, checked, with its path: the outermost first."""
     if not text.strip():
         return
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{SETTING}: {text[:80]!r} is not JSON: {exc}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{SETTING}: {text[:80]!r} is not a JSON object")
+    values = parse_object(SETTING, text)
     outer = _checked(KVTransferConfig, values, "")
     extra = _checked(ExtraConfig, outer.kv_connector_extra_config or {}, f"{EXTRA}.")
     yield "", outer
