@@ -6,14 +6,14 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import psutil
 import pytest
 
-from pdmesh.connector import nixl
 from pdmesh.connector.base import Pull
+from pdmesh.connector.native_messages import Frames, PullEnded, frame, from_helper_decoder
 from pdmesh.connector.nixl import NixlConnector
-from pdmesh.connector.nixl_messages import Frames, PullEnded, frame, from_helper_decoder
 from pdmesh.connector.pool import PoolShape
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.errors import ConfigError, HandshakeRefused
@@ -71,7 +71,7 @@ def helper_of(pid: int) -> psutil.Process:
     end_s = time.monotonic() + 5
     while time.monotonic() < end_s:
         for child in psutil.Process(pid).children():
-            if "pdmesh.connector.nixl_process" in " ".join(child.cmdline()):
+            if "pdmesh.connector.native_process" in " ".join(child.cmdline()):
                 return child
         time.sleep(0.02)
     raise AssertionError("there is no helper process")
@@ -178,7 +178,7 @@ def test_metadata_of_another_mesh_or_peer_is_refused(node: Node) -> None:
 
 
 def test_a_missing_package_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(NixlConnector, "transport", replace(NixlConnector.transport, packages=("no_such_package",)))
     assert importlib.util.find_spec("no_such_package") is None
     with pytest.raises(ConfigError, match=r"pip install 'pdmesh\[nixl\]'"):
         make_worker_connectors(["shm", "nixl"], peer_id="a@1", secret=MeshSecret(SECRET))

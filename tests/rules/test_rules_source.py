@@ -87,7 +87,7 @@ def test_the_environment_is_read_in_one_place() -> None:
         "shared/pdmesh/config/loading.py",
         "shared/pdmesh/security.py",
         "shared/pdmesh/supervisor/main.py",
-        "shared/pdmesh/connector/nixl_helper.py",
+        "shared/pdmesh/connector/native_helper.py",
         "kernels/pdmesh_kernels/cpu/build.py",
         "kernels/pdmesh_kernels/cpu/library.py",
     }

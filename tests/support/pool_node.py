@@ -123,7 +123,8 @@ def pool_node(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=dict(os.environ) | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        # What this process imports: the same sources, wherever they are.
+        env=dict(os.environ) | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -1,166 +1,28 @@
-"""Connector `nixl`: pulls over NIXL and UCX (shared memory, TCP, RDMA), between hosts and pods as well.
+"""Connector `nixl`: pulls over NIXL and UCX (shared memory, TCP, RDMA), between hosts and pods as well."""
 
-NIXL is native code, so it lives in a helper process that maps the same pool (`nixl_process.py`); this half only passes orders
-on. What NIXL carries is not authenticated by NIXL: the metadata a consumer gets is signed with the mesh secret, the
-handshake reads a random proof out of the owner's memory, and who may reach the ports is the network's to decide.
-"""
-
-import importlib.util
-from collections.abc import Callable
-
-import msgspec
-
-from pdmesh.connector.active import ActivePulls, PullEnd, fault_of
-from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.connector.native import NativeConnector
+from pdmesh.connector.native_agent import Transport
 from pdmesh.connector.nixl_agent import PACKAGES
-from pdmesh.connector.nixl_helper import NixlHelper
-from pdmesh.connector.nixl_messages import CancelPull, ConnectAgent, HelperReady, StartPull
-from pdmesh.connector.pool import KVPool, PoolShape
-from pdmesh.connector.shm import check_block_bytes
-from pdmesh.errors import ConfigError, HandshakeRefused
-from pdmesh.security import MeshSecret
 
-MAC_PURPOSE = "nixl-metadata"
-MAC_BYTES = 32
-
-
-class NixlMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a consumer needs to read the pool; travels behind a MAC."""
-
-    peer_id: str
-    num_blocks: int
-    block_bytes: int
-    helper: HelperReady
+UCX_ENVIRONMENT = {
+    # KV is host memory here; opening GPU and System V transports would only cost start-up and leave segments.
+    "UCX_TLS": "^cuda,rocm,sysv",
+    # A crash must end the process at once, not print and wait.
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_LOG_LEVEL": "error",
+}
+UCX_LOOPBACK_ENVIRONMENT = {"UCX_NET_DEVICES": "lo"}
 
 
-class NixlConnector(WorkerConnector):
-    """Both ends of NIXL: its helper process serves reads of the registered pool and carries out pulls into it."""
+class NixlConnector(NativeConnector):
+    """Both ends of NIXL."""
 
     name = "nixl"
-
-    def __init__(self, peer_id: str, secret: MeshSecret, *, on_loopback: bool = False) -> None:
-        if not any(importlib.util.find_spec(package) for package in PACKAGES):
-            raise ConfigError("connector nixl: NIXL is not installed; pip install 'pdmesh[nixl]' or leave nixl out")
-        self._peer_id = peer_id
-        self._secret = secret
-        self._on_loopback = on_loopback
-        self._pool: KVPool | None = None
-        self._helper: NixlHelper | None = None
-        self._peers: dict[str, PoolShape] = {}
-        self._pulls = ActivePulls()
-
-    def register(self, pool: KVPool) -> bytes:
-        self._pool = pool
-        self._helper = NixlHelper(pool, self._peer_id, self._pulls, on_loopback=self._on_loopback)
-        try:
-            return self._metadata(pool, self._helper.ready())
-        except (RuntimeError, TimeoutError) as exc:
-            raise ConfigError(f"connector nixl: NIXL does not start here: {exc}; leave nixl out") from exc
-
-    def watch_metadata(self, on_changed: Callable[[bytes], None]) -> None:
-        pool, helper = self._registered()
-        helper.watch(lambda ready: on_changed(self._metadata(pool, ready)))
-
-    def connect(self, peer: PeerPool) -> None:
-        pool, helper = self._registered()
-        metadata = self._checked(peer)
-        shape = PoolShape(metadata.num_blocks, metadata.block_bytes)
-        if shape != PoolShape(peer.num_blocks, peer.block_bytes):
-            raise HandshakeRefused(
-                f"the pool of {peer.peer_id} has {shape.num_blocks} blocks of {shape.block_bytes} bytes, "
-                f"not {peer.num_blocks} of {peer.block_bytes}"
-            )
-        check_block_bytes(peer, pool.shape)
-        helper.connect(
-            ConnectAgent(
-                peer_id=peer.peer_id,
-                agent=metadata.helper.agent,
-                base=metadata.helper.base,
-                header_bytes=shape.header_bytes,
-                proof_address=metadata.helper.proof_address,
-                proof=metadata.helper.proof,
-            )
-        )
-        self._peers[peer.peer_id] = shape
-
-    def disconnect(self, peer_id: str) -> None:
-        if self._peers.pop(peer_id, None) is None:
-            return
-        for active in self._pulls.of_peer(peer_id):
-            active.peer_lost = True
-            active.fence_soon()
-        self._registered()[1].disconnect(peer_id)
-
-    def start(self, pull: Pull) -> None:
-        self._pulls.add(pull)
-        pool, helper = self._registered()
-        shape = self._peers.get(pull.peer_id)
-        if shape is None:
-            self._pulls.finish(pull.transfer_id, PullEnd.PEER_LOST)
-        elif fault := fault_of(pull, shape, pool.shape):
-            self._pulls.finish(pull.transfer_id, fault)
-        elif not pull.source_block_ids:
-            self._pulls.finish(pull.transfer_id, "")
-        else:
-            helper.send(
-                StartPull(
-                    transfer_id=pull.transfer_id,
-                    peer_id=pull.peer_id,
-                    source_block_ids=pull.source_block_ids,
-                    generations=pull.generations,
-                    target_block_ids=pull.target_block_ids,
-                    deadline_s=pull.deadline_s,
-                )
-            )
-
-    def poll(self) -> list[PullResult]:
-        return self._pulls.take()
-
-    def cancel(self, transfer_id: str) -> None:
-        active = self._pulls.get(transfer_id)
-        if active is None:
-            return
-        active.cancelled = True
-        active.fence_soon()
-        self._registered()[1].send(CancelPull(transfer_id=transfer_id))
-
-    def fileno(self) -> int:
-        return self._pulls.fileno()
-
-    def close(self) -> None:
-        for active in self._pulls.all():
-            active.cancelled = True
-        if self._helper is not None:
-            self._helper.close()
-            self._helper = None
-        for active in self._pulls.all():
-            self._pulls.finish(active.pull.transfer_id, PullEnd.CANCELLED)
-        self._pulls.close()
-
-    def _registered(self) -> tuple[KVPool, NixlHelper]:
-        if self._pool is None or self._helper is None:
-            raise RuntimeError("register a pool before anything is pulled")
-        return self._pool, self._helper
-
-    def _metadata(self, pool: KVPool, helper: HelperReady) -> bytes:
-        body = msgspec.msgpack.encode(
-            NixlMetadata(
-                peer_id=self._peer_id,
-                num_blocks=pool.shape.num_blocks,
-                block_bytes=pool.shape.block_bytes,
-                helper=helper,
-            )
-        )
-        return self._secret.mac(MAC_PURPOSE, body) + body
-
-    def _checked(self, peer: PeerPool) -> NixlMetadata:
-        mac, body = peer.metadata[:MAC_BYTES], peer.metadata[MAC_BYTES:]
-        if not self._secret.check(MAC_PURPOSE, body, mac):
-            raise HandshakeRefused(f"the nixl metadata of {peer.peer_id} was not made with this mesh's secret")
-        try:
-            metadata = msgspec.msgpack.decode(body, type=NixlMetadata)
-        except msgspec.MsgspecError as exc:
-            raise HandshakeRefused(f"the nixl metadata of {peer.peer_id} cannot be read: {exc}") from exc
-        if metadata.peer_id != peer.peer_id:
-            raise HandshakeRefused(f"the nixl metadata is of {metadata.peer_id}, not of {peer.peer_id}")
-        return metadata
+    transport = Transport(
+        name="nixl",
+        title="NIXL",
+        packages=PACKAGES,
+        remedy="pip install 'pdmesh[nixl]'",
+        environment=UCX_ENVIRONMENT | {"NIXL_LOG_LEVEL": "ERROR"},
+        loopback_environment=UCX_LOOPBACK_ENVIRONMENT,
+    )

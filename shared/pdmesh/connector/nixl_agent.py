@@ -6,11 +6,9 @@ is traffic, and took no measurable CPU while 64 blocks of 720 KiB moved faster t
 """
 
 import importlib
-from enum import Enum
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from pdmesh.connector.native_agent import AgentSettings, CopyState, NativeAgent, Ranges
 
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 """Import names under which NIXL is published."""
@@ -19,43 +17,32 @@ BACKEND = "UCX"
 PROGRESS_DELAY_US = 2_000_000
 
 
-class ReadState(Enum):
-    RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
+class NixlAgent(NativeAgent):
+    """One NIXL agent with the UCX backend. Handles are NIXL's own."""
 
-
-class NixlAgent:
-    """One NIXL agent with the UCX backend. Not thread-safe. Handles are NIXL's own."""
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, settings: AgentSettings) -> None:
         self._bindings = _import_bindings()
         config = self._bindings.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = PROGRESS_DELAY_US
-        self._agent = self._bindings.nixlAgent(name, config)
+        self._agent = self._bindings.nixlAgent(settings.name, config)
         self._backends = [self._agent.createBackend(BACKEND, {})]
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Make host memory a target of reads, and readable by agents that have this one's metadata."""
         regions = self._bindings.nixlRegDList(self._bindings.DRAM_SEG, [(address, num_bytes, 0, "")])
         self._agent.registerMem(regions, self._backends)
 
     def metadata(self) -> bytes:
-        """What another agent needs to read from this one; take it after the last `register`."""
         return bytes(self._agent.getLocalMD())
 
     def add_peer(self, metadata: bytes) -> str:
-        """Load another agent's metadata; returns its name."""
         name = self._agent.loadRemoteMD(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove_peer(self, name: str) -> None:
-        """Close the connection to an agent and forget it."""
         self._agent.invalidateRemoteMD(name)
 
-    def read(self, local: NDArray[np.uint64], remote: NDArray[np.uint64], peer: str) -> int:
-        """Begin to copy remote ranges into local ones, both [n, 3] of (address, bytes, device 0); returns a handle."""
+    def read(self, local: Ranges, remote: Ranges, peer: str) -> int:
         segment = self._bindings.DRAM_SEG
         handle = self._agent.createXferReq(
             self._bindings.NIXL_READ,
@@ -68,18 +55,16 @@ class NixlAgent:
         self._agent.postXferReq(handle, b"")
         return int(handle)
 
-    def state(self, handle: int) -> ReadState:
-        """Ask how a read is doing."""
+    def state(self, handle: int) -> CopyState:
         try:
             status = self._agent.getXferStatus(handle)
         except Exception:  # the bindings raise one of a dozen classes without a common base for a lost peer
-            return ReadState.FAILED
+            return CopyState.FAILED
         if status == self._bindings.NIXL_SUCCESS:
-            return ReadState.DONE
-        return ReadState.RUNNING if status == self._bindings.NIXL_IN_PROG else ReadState.FAILED
+            return CopyState.DONE
+        return CopyState.RUNNING if status == self._bindings.NIXL_IN_PROG else CopyState.FAILED
 
     def release(self, handle: int) -> None:
-        """Free a handle."""
         self._agent.releaseXferReq(handle)
 
 

@@ -1,4 +1,4 @@
-"""The engine's side of the NIXL helper process: starts it, talks to it, replaces it when it dies, and is its fence.
+"""The engine's side of a native transport's helper process: starts it, talks to it, replaces it when it dies, and is its fence.
 
 One thread does all the socket's I/O, so that no call of the engine's loop waits for the helper. When a pull should have
 ended and the helper does not say that its read has, the helper is killed: no dead process writes to a block.
@@ -19,7 +19,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from pdmesh.connector.active import ActivePulls, error_reason
-from pdmesh.connector.nixl_messages import (
+from pdmesh.connector.native_agent import Transport
+from pdmesh.connector.native_messages import (
     AgentConnected,
     ConnectAgent,
     DisconnectAgent,
@@ -38,7 +39,7 @@ from pdmesh.parent import tied_command
 
 log = logging.getLogger(__name__)
 
-# Importing NIXL and opening UCX takes a second; a busy machine many.
+# Importing a library and opening its devices takes a second; a busy machine many.
 READY_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 4.5
 BACKOFF_MIN_S = 0.2
@@ -46,26 +47,18 @@ BACKOFF_MAX_S = 10.0
 # A helper that lived this long starts the next one without waiting longer than the minimum.
 STABLE_S = 10.0
 
-UCX_DEFAULTS = {
-    # KV is host memory here; opening GPU and System V transports would only cost start-up and leave segments.
-    "UCX_TLS": "^cuda,rocm,sysv",
-    # A crash must end the process at once, not print and wait.
-    "UCX_HANDLE_ERRORS": "none",
-    "UCX_LOG_LEVEL": "error",
-    "NIXL_LOG_LEVEL": "ERROR",
-}
-"""Environment of the helper where the operator has set nothing; the engine's own stays as it is."""
 
-
-class NixlHelper:
+class NativeHelper:
     """A supervised helper process over one pool. Everything but `run`'s internals is for the engine's thread."""
 
-    def __init__(self, pool: KVPool, peer_id: str, pulls: ActivePulls, *, on_loopback: bool) -> None:
+    def __init__(
+        self, transport: Transport, pool: KVPool, peer_id: str, pulls: ActivePulls, *, on_loopback: bool
+    ) -> None:
+        self._transport = transport
+        self._on_loopback = on_loopback
         self._pool = pool
         self._peer_id = peer_id
         self._pulls = pulls
-        # UCX authenticates nobody: a service that only this host may reach must not listen on other networks.
-        self._ucx_defaults = UCX_DEFAULTS | ({"UCX_NET_DEVICES": "lo"} if on_loopback else {})
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
         self._connecting: dict[str, Future[str]] = {}
@@ -76,11 +69,11 @@ class NixlHelper:
         self._closing = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # The process dies with the thread that starts it, so that thread lives as long as this object.
-        self._thread = threading.Thread(target=self._run, name="nixl-helper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{transport.name}-helper", daemon=True)
         self._thread.start()
 
     def ready(self) -> HelperReady:
-        """Wait for the first start. Raises RuntimeError with NIXL's own words when it cannot."""
+        """Wait for the first start. Raises RuntimeError with the library's own words when it cannot."""
         return self._ready.result(READY_TIMEOUT_S)
 
     def watch(self, on_restarted: Callable[[HelperReady], None]) -> None:
@@ -104,7 +97,7 @@ class NixlHelper:
         except TimeoutError:
             error = f"no answer within {CONNECT_TIMEOUT_S} s"
         if error:
-            raise HandshakeRefused(f"NIXL cannot reach {message.peer_id}: {error}")
+            raise HandshakeRefused(f"{self._transport.title} cannot reach {message.peer_id}: {error}")
         self._connected[message.peer_id] = message
 
     def disconnect(self, peer_id: str) -> None:
@@ -131,13 +124,15 @@ class NixlHelper:
             try:
                 why = self._live()
             except Exception as exc:  # the thread's top
-                log.exception("the NIXL helper process cannot be run")
+                log.exception("the %s helper process cannot be run", self._transport.title)
                 why = str(exc)
             self._fail_all(why)
             if self._closing or not self._ready.done() or self._ready.exception() is not None:
                 break
             backoff_s = BACKOFF_MIN_S if time.monotonic() - started_s > STABLE_S else min(2 * backoff_s, BACKOFF_MAX_S)
-            log.warning("the NIXL helper process ended (%s); starting another in %.1f s", why, backoff_s)
+            log.warning(
+                "the %s helper process ended (%s); starting another in %.1f s", self._transport.title, why, backoff_s
+            )
             self._sleep(backoff_s)
         if not self._ready.done():
             self._ready.set_exception(RuntimeError("closed before it was ready"))
@@ -159,10 +154,12 @@ class NixlHelper:
 
     def _spawn(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
         arguments = [str(theirs.fileno()), str(self._pool.fd)]
+        transport = self._transport
+        environment = transport.environment | (transport.loopback_environment if self._on_loopback else {})
         return subprocess.Popen(
-            tied_command("pdmesh.connector.nixl_process", *arguments),
+            tied_command("pdmesh.connector.native_process", *arguments),
             pass_fds=(theirs.fileno(), self._pool.fd),
-            env=self._ucx_defaults | dict(os.environ),
+            env=environment | dict(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
         )
@@ -171,7 +168,13 @@ class NixlHelper:
         shape = self._pool.shape
         # Peers tell agents apart by name: each life has its own.
         name = f"{self._peer_id}/{secrets.token_hex(4)}"
-        return Setup(agent_name=name, num_blocks=shape.num_blocks, block_bytes=shape.block_bytes)
+        return Setup(
+            transport=self._transport.name,
+            agent_name=name,
+            on_loopback=self._on_loopback,
+            num_blocks=shape.num_blocks,
+            block_bytes=shape.block_bytes,
+        )
 
     def _converse(self, connection: socket.socket, process: "subprocess.Popen[bytes]") -> str:
         connection.setblocking(False)
@@ -223,7 +226,7 @@ class NixlHelper:
                 if self._on_restarted is not None:
                     self._on_restarted(message)
             case HelperFailed():
-                log.error("NIXL cannot be used: %s", message.message)
+                log.error("%s cannot be used: %s", self._transport.title, message.message)
                 if not self._ready.done():
                     self._ready.set_exception(RuntimeError(message.message))
 
@@ -241,7 +244,7 @@ class NixlHelper:
         for peer_id in connecting:
             self._answer(peer_id, f"the helper process is gone: {why}")
         for active in self._pulls.all():
-            reason = active.interruption() or error_reason(f"the NIXL helper process is gone: {why}")
+            reason = active.interruption() or error_reason(f"the {self._transport.title} helper process is gone: {why}")
             self._pulls.finish(active.pull.transfer_id, reason)
         if not self._ready.done():
             self._ready.set_exception(RuntimeError(why))

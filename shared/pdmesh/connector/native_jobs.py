@@ -1,4 +1,4 @@
-"""What the NIXL helper process has registered, and the reads it has under way: handshakes' proofs and pulls.
+"""What a native helper process has registered, and the reads it has under way: handshakes' proofs and pulls.
 
 A pull is a READ of the blocks, then a READ of their generation words, then a comparison.
 """
@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmesh.connector.active import PullEnd
-from pdmesh.connector.nixl_messages import AgentConnected, ConnectAgent, FromHelper, PullEnded, StartPull
+from pdmesh.connector.native_agent import Ranges
+from pdmesh.connector.native_messages import AgentConnected, ConnectAgent, FromHelper, PullEnded, StartPull
 from pdmesh.connector.pool import KVPool, PoolShape
 
 PROOF_BYTES = 32
@@ -64,8 +65,8 @@ class _Stage(Enum):
     WORDS = "words"
 
 
-Read = Callable[[NDArray[np.uint64], NDArray[np.uint64], Peer], int]
-"""Begins a NIXL read of remote ranges into local ones and returns its handle."""
+Read = Callable[[Ranges, Ranges, Peer], int]
+"""Begins a read of remote ranges into local ones and returns its handle."""
 
 
 class Job(Protocol):
@@ -148,8 +149,7 @@ class PullJob:
         return PullEnded(transfer_id=self.message.transfer_id, reason=reason, num_bytes=num_bytes)
 
 
-def _ranges(addresses: "NDArray[np.uint64] | list[int]", num_bytes: int) -> NDArray[np.uint64]:
-    """[n, 3] of (address, bytes, device), as NIXL wants descriptors."""
+def _ranges(addresses: "NDArray[np.uint64] | list[int]", num_bytes: int) -> Ranges:
     ranges = np.zeros((len(addresses), 3), dtype=np.uint64)
     ranges[:, 0] = addresses
     ranges[:, 1] = num_bytes

@@ -1,8 +1,8 @@
-"""The NIXL helper process: an agent over the engine's pool, so that a crash in native code fails transfers and not the engine.
+"""A native helper process: an agent over the engine's pool, so that a crash in native code fails transfers and not the engine.
 
 Started tied to the engine (`pdmesh.parent`), with SOCKET_FD and POOL_FD as arguments. It sleeps on its socket, looks at
-NIXL every fraction of a millisecond only while reads run, and ends with its parent. A read that was posted cannot be taken
-back: a cancelled pull ends when NIXL says that its read has, and the engine kills this process when that takes too long.
+its agent every fraction of a millisecond only while reads run, and ends with its parent. A read that was posted cannot be taken
+back: a cancelled pull ends when the agent says that its read has, and the engine kills this process when that takes too long.
 """
 
 import os
@@ -14,13 +14,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pdmesh.connector.active import PullEnd, error_reason
-from pdmesh.connector.nixl_agent import NixlAgent, ReadState
-from pdmesh.connector.nixl_jobs import NUM_PROOF_SLOTS, Job, Memory, Peer, ProofJob, PullJob
-from pdmesh.connector.nixl_messages import (
+from pdmesh.connector.native_agent import AgentSettings, CopyState, NativeAgent, Ranges, make_agent
+from pdmesh.connector.native_jobs import NUM_PROOF_SLOTS, Job, Memory, Peer, ProofJob, PullJob
+from pdmesh.connector.native_messages import (
     AgentConnected,
     CancelPull,
     ConnectAgent,
@@ -46,7 +43,7 @@ POLL_S = 0.0002
 class Helper:
     """Carries out the engine's orders. Single-threaded."""
 
-    def __init__(self, agent: NixlAgent, memory: Memory) -> None:
+    def __init__(self, agent: NativeAgent, memory: Memory) -> None:
         self._agent = agent
         self._memory = memory
         self._agents: dict[str, Peer] = {}
@@ -81,7 +78,7 @@ class Helper:
                 answers += self._advance(job)
         return answers
 
-    def _read(self, local: NDArray[np.uint64], remote: NDArray[np.uint64], peer: Peer) -> int:
+    def _read(self, local: Ranges, remote: Ranges, peer: Peer) -> int:
         return self._agent.read(local, remote, peer.name)
 
     def _connect(self, message: ConnectAgent) -> list[FromHelper]:
@@ -91,7 +88,7 @@ class Helper:
             slot = self._num_handshakes % NUM_PROOF_SLOTS
             self._num_handshakes += 1
             self._jobs.append(ProofJob(self._read, self._memory, peer, slot))
-        except Exception as exc:  # any of the bindings' classes
+        except Exception as exc:  # any of the library's classes
             self._drop(message.peer_id)
             return [AgentConnected(peer_id=message.peer_id, error=str(exc))]
         return []
@@ -102,7 +99,7 @@ class Helper:
             return [PullEnded(transfer_id=message.transfer_id, reason=PullEnd.PEER_LOST, num_bytes=0)]
         try:
             self._jobs.append(PullJob(self._read, self._memory, peer, message))
-        except Exception as exc:  # any of the bindings' classes
+        except Exception as exc:  # any of the library's classes
             ended = PullEnded(transfer_id=message.transfer_id, reason=error_reason(exc), num_bytes=0)
             return [ended, *self._drop(message.peer_id)]
         return []
@@ -110,16 +107,16 @@ class Helper:
     def _advance(self, job: Job) -> list[FromHelper]:
         state, peer_id = self._agent.state(job.handle), job.peer.message.peer_id
         if self._agents.get(peer_id) is not job.peer:
-            return [] if state is ReadState.RUNNING else self._end_lost(job)
-        if state is ReadState.RUNNING:
+            return [] if state is CopyState.RUNNING else self._end_lost(job)
+        if state is CopyState.RUNNING:
             overdue = isinstance(job, ProofJob) and time.monotonic() > job.deadline_s
             return self._drop(peer_id) if overdue else []
-        if state is ReadState.FAILED:
+        if state is CopyState.FAILED:
             return self._drop(peer_id)
         self._agent.release(job.handle)
         try:
             answer = job.on_done()
-        except Exception:  # any of the bindings' classes, from beginning the next read
+        except Exception:  # any of the library's classes, from beginning the next read
             self._jobs.remove(job)
             return [job.on_lost(), *self._drop(peer_id)]
         if answer is None:
@@ -145,7 +142,7 @@ class Helper:
 
     def _is_stopped(self, job: Job) -> bool:
         """Free a job's handle if that can be; whether nothing that matters is written on its behalf from now on."""
-        if _quietly(self._agent.release, job.handle) or self._agent.state(job.handle) is not ReadState.RUNNING:
+        if _quietly(self._agent.release, job.handle) or self._agent.state(job.handle) is not CopyState.RUNNING:
             return True
         # A late proof lands in a slot that no handshake uses for long; a late pull would land in another request's block.
         return isinstance(job, ProofJob)
@@ -168,7 +165,7 @@ def _quietly(call: Callable[[ArgumentT], None], argument: ArgumentT) -> bool:
     """Do what may fail because a peer is gone; whether it did not."""
     try:
         call(argument)
-    except Exception:  # any of the bindings' classes
+    except Exception:  # any of the library's classes
         return False
     return True
 
@@ -187,7 +184,7 @@ def main() -> None:
         if readable:
             data = connection.recv(1 << 16)
             if not data:
-                # Without destructors: NIXL's may wait for peers that are gone.
+                # Without destructors: a library's may wait for peers that are gone.
                 os._exit(0)
             for body in frames.feed(data):
                 message = to_helper_decoder.decode(body)
@@ -204,10 +201,10 @@ def main() -> None:
 def _set_up(connection: socket.socket, message: Setup, pool_fd: int) -> Helper:
     try:
         memory = Memory(pool_fd, PoolShape(message.num_blocks, message.block_bytes))
-        agent = NixlAgent(message.agent_name)
+        agent = make_agent(message.transport, AgentSettings(name=message.agent_name, on_loopback=message.on_loopback))
         agent.register(memory.base, memory.shape.total_bytes)
         agent.register(memory.scratch_address, memory.scratch_bytes)
-    except Exception as exc:  # the process's top: the engine decides what to do without NIXL
+    except Exception as exc:  # the process's top: the engine decides what to do without it
         connection.sendall(frame(HelperFailed(message=str(exc))))
         os._exit(1)
     ready = HelperReady(

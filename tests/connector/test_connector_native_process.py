@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdmesh.connector.nixl_agent import ReadState
-from pdmesh.connector.nixl_jobs import Memory
-from pdmesh.connector.nixl_messages import (
+from pdmesh.connector.native_agent import CopyState
+from pdmesh.connector.native_jobs import Memory
+from pdmesh.connector.native_messages import (
     AgentConnected,
     CancelPull,
     ConnectAgent,
@@ -17,7 +17,7 @@ from pdmesh.connector.nixl_messages import (
     PullEnded,
     StartPull,
 )
-from pdmesh.connector.nixl_process import Helper
+from pdmesh.connector.native_process import Helper
 from pdmesh.connector.pool import PoolShape, create_pool_file, size_pool_file
 
 SHAPE = PoolShape(num_blocks=4, block_bytes=4096)
@@ -28,7 +28,7 @@ class Agent:
     """NIXL as the test wants it: each read is in the state the test gives it; running ones refuse to be released."""
 
     def __init__(self) -> None:
-        self.states: list[ReadState] = []
+        self.states: list[CopyState] = []
         self.reads: list[Any] = []
         self.released: list[int] = []
         self.removed: list[str] = []
@@ -40,15 +40,15 @@ class Agent:
         self.removed.append(name)
 
     def read(self, local: Any, remote: Any, peer: str) -> int:
-        self.states.append(ReadState.RUNNING)
+        self.states.append(CopyState.RUNNING)
         self.reads.append(local)
         return len(self.states) - 1
 
-    def state(self, handle: int) -> ReadState:
+    def state(self, handle: int) -> CopyState:
         return self.states[handle]
 
     def release(self, handle: int) -> None:
-        if self.states[handle] is ReadState.RUNNING:
+        if self.states[handle] is CopyState.RUNNING:
             raise RuntimeError("NIXL_ERR_REPOST_ACTIVE: the request cannot be canceled")
         self.released.append(handle)
 
@@ -70,7 +70,7 @@ class Scene:
         handle = len(self.agent.states) - 1
         # The proof "arrives".
         self.memory.proofs[: len(self.agent.states)] = self.memory.proofs[-1]
-        self.agent.states[handle] = ReadState.DONE
+        self.agent.states[handle] = CopyState.DONE
         assert self.helper.poll() == [AgentConnected(peer_id=peer_id)]
 
     def start(self, transfer_id: str, target: int, peer_id: str = "owner@1") -> int:
@@ -100,16 +100,16 @@ def test_a_lost_peers_pull_ends_when_its_read_has(scene: Scene) -> None:
     """It was said to have ended at once: its blocks went to another request, and the late read landed in them."""
     scene.connect()
     handles = [scene.start(name, target) for target, name in enumerate("abc")]
-    scene.agent.states[handles[0]] = ReadState.FAILED
+    scene.agent.states[handles[0]] = CopyState.FAILED
     # The peer is lost for all of them, but two reads still run.
     assert scene.helper.poll() == [ended("a")]
     assert scene.helper.poll() == []
     assert scene.helper.busy
     assert scene.agent.removed == []
-    scene.agent.states[handles[1]] = ReadState.FAILED
+    scene.agent.states[handles[1]] = CopyState.FAILED
     assert scene.helper.poll() == [ended("b")]
     # Even one that has arrived after all: the peer was given up before.
-    scene.agent.states[handles[2]] = ReadState.DONE
+    scene.agent.states[handles[2]] = CopyState.DONE
     assert scene.helper.poll() == [ended("c")]
     assert not scene.helper.busy
     assert scene.agent.removed == ["agent-1"]
@@ -122,7 +122,7 @@ def test_disconnecting_waits_for_running_reads_too(scene: Scene) -> None:
     scene.helper.handle(CancelPull(transfer_id="a"))
     assert scene.helper.handle(DisconnectAgent(peer_id="owner@1")) == []
     assert scene.helper.poll() == []
-    scene.agent.states[handle] = ReadState.FAILED
+    scene.agent.states[handle] = CopyState.FAILED
     assert scene.helper.poll() == [ended("a", "cancelled")]
 
 
@@ -131,11 +131,11 @@ def test_a_peer_that_comes_back_is_not_dropped_with_its_old_reads(scene: Scene) 
     old = scene.start("old", 0)
     scene.connect()
     new = scene.start("new", 1)
-    scene.agent.states[old] = ReadState.FAILED
+    scene.agent.states[old] = CopyState.FAILED
     assert scene.helper.poll() == [ended("old")]
     # Its name is in use again: closing by that name would close the new connection.
     assert scene.agent.removed == []
-    scene.agent.states[new] = ReadState.DONE
+    scene.agent.states[new] = CopyState.DONE
     assert scene.helper.poll() == []
-    scene.agent.states[-1] = ReadState.DONE
+    scene.agent.states[-1] = CopyState.DONE
     assert [each.reason for each in scene.helper.poll() if isinstance(each, PullEnded)] == [""]

@@ -1,4 +1,4 @@
-"""What an engine and its NIXL helper process say to each other over their socket pair: msgpack behind a 4-byte length."""
+"""What an engine and a native helper process say to each other over their socket pair: msgpack behind a 4-byte length."""
 
 from collections.abc import Iterator
 
@@ -10,9 +10,11 @@ LENGTH_BYTES = 4
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """First message: what to register. The pool's descriptor is inherited."""
+    """First message: whose agent to make and what to register. The pool's descriptor is inherited."""
 
+    transport: str
     agent_name: str
+    on_loopback: bool
     num_blocks: int
     block_bytes: int
 
@@ -64,7 +66,7 @@ class HelperReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HelperFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """NIXL cannot be used here."""
+    """The transport cannot be used here."""
 
     message: str
 

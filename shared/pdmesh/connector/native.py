@@ -1,0 +1,176 @@
+"""Connectors over native transports: pulls that a library in a helper process carries out, between hosts and pods as well.
+
+The library lives in a helper process that maps the same pool (`native_process.py`); this half only passes orders on, and a
+connector is no more than the name of its transport. What such a library carries is not authenticated by it: the metadata a
+consumer gets is signed with the mesh secret, the handshake reads a random proof out of the owner's memory, and who may reach
+the ports is the network's to decide.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import ClassVar
+
+import msgspec
+
+from pdmesh.connector.active import ActivePulls, PullEnd, fault_of
+from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.connector.native_agent import Transport
+from pdmesh.connector.native_helper import NativeHelper
+from pdmesh.connector.native_messages import CancelPull, ConnectAgent, HelperReady, StartPull
+from pdmesh.connector.pool import KVPool, PoolShape
+from pdmesh.connector.shm import check_block_bytes
+from pdmesh.errors import ConfigError, HandshakeRefused
+from pdmesh.security import MeshSecret
+
+MAC_BYTES = 32
+
+
+class NativeMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What a consumer needs to read the pool; travels behind a MAC."""
+
+    peer_id: str
+    num_blocks: int
+    block_bytes: int
+    helper: HelperReady
+
+
+class NativeConnector(WorkerConnector):
+    """Both ends of a transport: its helper process serves reads of the registered pool and carries out pulls into it."""
+
+    transport: ClassVar[Transport]
+
+    def __init__(self, peer_id: str, secret: MeshSecret, *, on_loopback: bool = False) -> None:
+        if not any(importlib.util.find_spec(package) for package in self.transport.packages):
+            raise ConfigError(
+                f"connector {self.name}: {self.transport.title} is not installed; {self.transport.remedy} or leave "
+                f"{self.name} out"
+            )
+        self._peer_id = peer_id
+        self._secret = secret
+        self._on_loopback = on_loopback
+        self._pool: KVPool | None = None
+        self._helper: NativeHelper | None = None
+        self._peers: dict[str, PoolShape] = {}
+        self._pulls = ActivePulls()
+
+    def register(self, pool: KVPool) -> bytes:
+        self._pool = pool
+        self._helper = NativeHelper(self.transport, pool, self._peer_id, self._pulls, on_loopback=self._on_loopback)
+        try:
+            return self._metadata(pool, self._helper.ready())
+        except (RuntimeError, TimeoutError) as exc:
+            raise ConfigError(
+                f"connector {self.name}: {self.transport.title} does not start here: {exc}; leave {self.name} out"
+            ) from exc
+
+    def watch_metadata(self, on_changed: Callable[[bytes], None]) -> None:
+        pool, helper = self._registered()
+        helper.watch(lambda ready: on_changed(self._metadata(pool, ready)))
+
+    def connect(self, peer: PeerPool) -> None:
+        pool, helper = self._registered()
+        metadata = self._checked(peer)
+        shape = PoolShape(metadata.num_blocks, metadata.block_bytes)
+        if shape != PoolShape(peer.num_blocks, peer.block_bytes):
+            raise HandshakeRefused(
+                f"the pool of {peer.peer_id} has {shape.num_blocks} blocks of {shape.block_bytes} bytes, "
+                f"not {peer.num_blocks} of {peer.block_bytes}"
+            )
+        check_block_bytes(peer, pool.shape)
+        helper.connect(
+            ConnectAgent(
+                peer_id=peer.peer_id,
+                agent=metadata.helper.agent,
+                base=metadata.helper.base,
+                header_bytes=shape.header_bytes,
+                proof_address=metadata.helper.proof_address,
+                proof=metadata.helper.proof,
+            )
+        )
+        self._peers[peer.peer_id] = shape
+
+    def disconnect(self, peer_id: str) -> None:
+        if self._peers.pop(peer_id, None) is None:
+            return
+        for active in self._pulls.of_peer(peer_id):
+            active.peer_lost = True
+            active.fence_soon()
+        self._registered()[1].disconnect(peer_id)
+
+    def start(self, pull: Pull) -> None:
+        self._pulls.add(pull)
+        pool, helper = self._registered()
+        shape = self._peers.get(pull.peer_id)
+        if shape is None:
+            self._pulls.finish(pull.transfer_id, PullEnd.PEER_LOST)
+        elif fault := fault_of(pull, shape, pool.shape):
+            self._pulls.finish(pull.transfer_id, fault)
+        elif not pull.source_block_ids:
+            self._pulls.finish(pull.transfer_id, "")
+        else:
+            helper.send(
+                StartPull(
+                    transfer_id=pull.transfer_id,
+                    peer_id=pull.peer_id,
+                    source_block_ids=pull.source_block_ids,
+                    generations=pull.generations,
+                    target_block_ids=pull.target_block_ids,
+                    deadline_s=pull.deadline_s,
+                )
+            )
+
+    def poll(self) -> list[PullResult]:
+        return self._pulls.take()
+
+    def cancel(self, transfer_id: str) -> None:
+        active = self._pulls.get(transfer_id)
+        if active is None:
+            return
+        active.cancelled = True
+        active.fence_soon()
+        self._registered()[1].send(CancelPull(transfer_id=transfer_id))
+
+    def fileno(self) -> int:
+        return self._pulls.fileno()
+
+    def close(self) -> None:
+        for active in self._pulls.all():
+            active.cancelled = True
+        if self._helper is not None:
+            self._helper.close()
+            self._helper = None
+        for active in self._pulls.all():
+            self._pulls.finish(active.pull.transfer_id, PullEnd.CANCELLED)
+        self._pulls.close()
+
+    def _registered(self) -> tuple[KVPool, NativeHelper]:
+        if self._pool is None or self._helper is None:
+            raise RuntimeError("register a pool before anything is pulled")
+        return self._pool, self._helper
+
+    @property
+    def _mac_purpose(self) -> str:
+        return f"{self.name}-metadata"
+
+    def _metadata(self, pool: KVPool, helper: HelperReady) -> bytes:
+        body = msgspec.msgpack.encode(
+            NativeMetadata(
+                peer_id=self._peer_id,
+                num_blocks=pool.shape.num_blocks,
+                block_bytes=pool.shape.block_bytes,
+                helper=helper,
+            )
+        )
+        return self._secret.mac(self._mac_purpose, body) + body
+
+    def _checked(self, peer: PeerPool) -> NativeMetadata:
+        mac, body = peer.metadata[:MAC_BYTES], peer.metadata[MAC_BYTES:]
+        if not self._secret.check(self._mac_purpose, body, mac):
+            raise HandshakeRefused(f"the {self.name} metadata of {peer.peer_id} was not made with this mesh's secret")
+        try:
+            metadata = msgspec.msgpack.decode(body, type=NativeMetadata)
+        except msgspec.MsgspecError as exc:
+            raise HandshakeRefused(f"the {self.name} metadata of {peer.peer_id} cannot be read: {exc}") from exc
+        if metadata.peer_id != peer.peer_id:
+            raise HandshakeRefused(f"the {self.name} metadata is of {metadata.peer_id}, not of {peer.peer_id}")
+        return metadata
