@@ -1,8 +1,11 @@
-"""The mesh secret: what proves that a peer, a ticket or a stored block is ours.
+"""The mesh secret and certificates: what proves that a peer, a ticket or a stored block is ours.
 
 One secret is shared by all services of a mesh. Every use derives its own key, so that a MAC made for one purpose never
 passes for another. On loopback without a configured secret, a random one in a file only this user can read serves all
 services of the host.
+
+With mutual TLS the secret may be left out. Then who belongs to the mesh is said by certificates alone, and what MACs would
+protect rests on having come over such a connection; nothing that lies about, as blocks in Valkey do, can be trusted so.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import secrets
 from pathlib import Path
 
+from pdmesh.certificates import CertificateFiles
 from pdmesh.config import ServiceConfig
 from pdmesh.errors import ConfigError
 
@@ -23,12 +27,18 @@ AUTH_METADATA_KEY = "pdmesh-auth"
 class MeshSecret:
     """Derives keys and MACs (HMAC-SHA256) from the shared secret."""
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, secret: str, certificates: CertificateFiles | None = None) -> None:
+        self.certificates = certificates
+        """Files for mutual TLS; None: gRPC is plain."""
+        self.is_secret = bool(secret)
+        """Whether nobody else can make our MACs; not so with certificates alone."""
         self._root = hashlib.sha256(b"pdmesh-secret-v1\0" + secret.encode()).digest()
 
     @classmethod
     def load(cls, config: ServiceConfig) -> MeshSecret:
-        """Take the secret from `secret_file`, `secret`, or, on loopback, the per-user file. Raises ConfigError."""
+        """Take the secret from `secret_file`, `secret`, or, on loopback, the per-user file, and read the certificates that are
+        configured; with them there need be no secret. Raises ConfigError."""
+        certificates = CertificateFiles.of(config)
         if config.secret_file:
             try:
                 secret = _text_of(Path(config.secret_file), f"secret-file {config.secret_file}")
@@ -36,17 +46,20 @@ class MeshSecret:
                 raise ConfigError(f"secret-file {config.secret_file} cannot be read: {exc.strerror}") from exc
         else:
             secret = config.secret
+            if certificates is not None and not secret:
+                return cls("", certificates)
         if not secret and not config.on_loopback:
             raise ConfigError(
                 f"host {config.host} is reachable from other machines, so the mesh secret is required: "
-                f"set --secret-file or PDMESH_SECRET (at least {MIN_SECRET_CHARS} characters, the same on every service)"
+                f"set --secret-file or PDMESH_SECRET (at least {MIN_SECRET_CHARS} characters, the same on every service), "
+                "or --tls-cert, --tls-key and --tls-ca for mutual TLS"
             )
         secret = secret or _per_user_secret()
         if len(secret) < MIN_SECRET_CHARS:
             raise ConfigError(f"the mesh secret has {len(secret)} characters; at least {MIN_SECRET_CHARS} are needed")
         if not is_utf8(secret):
             raise ConfigError("the mesh secret is not UTF-8 text; hexadecimal digits will do")
-        return cls(secret)
+        return cls(secret, certificates)
 
     def mac(self, purpose: str, data: bytes) -> bytes:
         """32 bytes over `data` under the key for `purpose`."""

@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdmesh.auth import AuthInterceptor
+from pdmesh.channels import add_port
 from pdmesh.decoding import DecodeInterceptor
 from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.http_protocol import BoundedHttpProtocol
@@ -77,7 +78,7 @@ async def grpc_server(
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     bind(host, port, "grpc_port").close()
     try:
-        bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        bound = add_port(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", secret)
     except RuntimeError as exc:
         raise port_in_use(host, port, "grpc_port") from exc
     await server.start()

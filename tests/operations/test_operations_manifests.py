@@ -183,6 +183,31 @@ def test_kubernetes_ports_probes_and_policies_meet(tmp_path: Path) -> None:
         assert services[name]["spec"]["clusterIP"] == "None"
 
 
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="components are put together by kubectl")
+@pytest.mark.parametrize("service", SERVICES)
+def test_mutual_tls_is_one_component_on_top(service: str, tmp_path: Path) -> None:
+    """Each service is given the three files of the one certificate, whose name and use are what all of them expect."""
+    objects = kubernetes_objects("cpu-mtls")
+    for each in objects:
+        if not each["apiVersion"].startswith("cert-manager.io/"):
+            kubernetes_validate.validate(each, "1.30", strict=True)
+    config = load(from_kubernetes(service, "cpu-mtls"), tmp_path)
+    assert config.secret_file
+    certificate = of_kind(objects, "Certificate")["pdmesh-tls"]["spec"]
+    assert certificate["dnsNames"] == [config.tls_server_name]
+    assert {"server auth", "client auth"} <= set(certificate["usages"])
+    pod = of_kind(objects, "Deployment")[service]["spec"]["template"]["spec"]
+    (volume,) = [
+        each for each in pod["volumes"] if each.get("secret", {}).get("secretName") == certificate["secretName"]
+    ]
+    (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == volume["name"]]
+    # cert-manager's names.
+    names = {"tls_cert": "tls.crt", "tls_key": "tls.key", "tls_ca": "ca.crt"}
+    assert {name: f"{mount['mountPath']}/{file}" for name, file in names.items()} == {
+        name: getattr(config, name) for name in names
+    }
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_data_plane_range_is_the_one_that_ucx_gets(engine: str) -> None:
     """UCX cannot authenticate, so the policy that admits it must name its ports and admit engines only."""

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pdmesh.errors import ConfigError
 from pdmesh.lifecycle import Life, check_ports
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
@@ -37,7 +38,7 @@ STORE_DRAIN_S = 2.0
 
 async def check(config: KVCacheConfig) -> None:
     """Raise ConfigError for what cannot work, as far as milliseconds tell; a Valkey that must be there is asked."""
-    MeshSecret.load(config)
+    _load_secret(config)
     check_ports(config.host, port=config.port, grpc_port=config.grpc_port)
     if not config.valkey:
         return
@@ -48,7 +49,7 @@ async def check(config: KVCacheConfig) -> None:
 
 async def serve(config: KVCacheConfig, life: Life) -> None:
     """Run the service until `life` stops. Raises ConfigError when it cannot start as configured."""
-    secret = MeshSecret.load(config)
+    secret = _load_secret(config)
     engine_id = config.engine_id or f"kvcache-{secrets.token_hex(2)}"
     metrics = Metrics(CollectorRegistry())
     async with AsyncExitStack() as stack:
@@ -72,6 +73,17 @@ async def serve(config: KVCacheConfig, life: Life) -> None:
         log.info("%s serves engines on port %d, metrics on port %d", engine_id, grpc_port, port)
         life.ready(http_port=port, grpc_port=grpc_port, engine_id=engine_id)
         await life.stopped()
+
+
+def _load_secret(config: KVCacheConfig) -> MeshSecret:
+    """Raise ConfigError where stored blocks could be anyone's: a certificate says who connects, not who wrote a value."""
+    secret = MeshSecret.load(config)
+    if config.valkey and not secret.is_secret:
+        raise ConfigError(
+            "valkey needs the mesh secret beside tls-cert: stored blocks carry a MAC that only services of this mesh can make; "
+            "set --secret-file or PDMESH_SECRET"
+        )
+    return secret
 
 
 def _register(server: grpc.aio.Server, servicer: TierServicer, arenas: ArenaSet) -> list[str]:

@@ -9,12 +9,12 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc.aio
 
+from pdmesh.channels import OWN_CONNECTION, open_channel
 from pdmesh.errors import Draining, MeshError, PeerUnavailable
-from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.openai.intake.size import num_listed_ids
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.mesh_pb2_grpc import EngineStub
@@ -218,11 +218,10 @@ async def open_session(
     on_change: Callable[[], None],
 ) -> AsyncIterator[EngineSession]:
     """Connect, ask the engine what it is, open both streams. Raises MeshError when any of it fails in time."""
-    # A pool of its own makes every session a fresh connection, with no backoff left over from an earlier one.
-    options: list[tuple[str, Any]] = [*GRPC_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
     session_id = secrets.token_hex(8)
     metadata = grpc.aio.Metadata(*secret.call_metadata(), (SESSION_METADATA_KEY, session_id))
-    async with grpc.aio.insecure_channel(address, options=options) as channel:
+    # A pool of its own makes every session a fresh connection, with no backoff left over from an earlier one.
+    async with open_channel(address, secret, OWN_CONNECTION) as channel:
         stub: EngineAsyncStub = EngineStub(channel)
         with translated(address):
             info = await stub.Describe(pb.DescribeRequest(), metadata=metadata, timeout=settings.connect_timeout_s)

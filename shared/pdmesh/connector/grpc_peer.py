@@ -5,11 +5,11 @@ from typing import Protocol
 
 import grpc
 
+from pdmesh.channels import OWN_CONNECTION, open_blocking_channel
 from pdmesh.connector.active import PullEnd, error_reason
 from pdmesh.connector.base import PeerPool
 from pdmesh.connector.pool import PoolShape
 from pdmesh.errors import HandshakeRefused
-from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.security import MeshSecret
@@ -30,8 +30,7 @@ class GrpcPeer:
         self.peer_id = pool.peer_id
         self.shape = PoolShape(pool.num_blocks, pool.block_bytes)
         # A channel of its own: grpc would share a broken one between epochs of an owner.
-        options = [*GRPC_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
-        self._channel = grpc.insecure_channel(pool.metadata.decode(), options=options)
+        self._channel = open_blocking_channel(pool.metadata.decode(), secret, OWN_CONNECTION)
         self._stub = mesh_pb2_grpc.KVPeerStub(self._channel)
         self._metadata = secret.call_metadata()
 

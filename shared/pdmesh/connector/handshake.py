@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
+from pdmesh.channels import open_channel
 from pdmesh.connector.base import PeerPool
 from pdmesh.connector.owner import check_fingerprints, check_pools
 from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable
-from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.capabilities import OWN, Capabilities, capabilities_from_pb, capabilities_to_pb
@@ -141,9 +141,9 @@ class Greeter:
             log.warning("connector %s cannot reach %s, trying the next: %s", name, address, error.message)
 
 
-def open_channel(address: str) -> "tuple[grpc.aio.Channel, mesh_pb2_grpc.KVPeerAsyncStub]":
+def open_stub(address: str, secret: MeshSecret) -> "tuple[grpc.aio.Channel, mesh_pb2_grpc.KVPeerAsyncStub]":
     """Make a channel to an owner and its stub; nothing connects yet."""
-    channel = grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
+    channel = open_channel(address, secret)
     return channel, mesh_pb2_grpc.KVPeerStub(channel)
 
 

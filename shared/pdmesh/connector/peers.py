@@ -23,7 +23,7 @@ import grpc.aio
 
 from pdmesh.breaker import Breaker
 from pdmesh.connector.active import ERROR_PREFIX, PullEnd
-from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, open_channel, translated
+from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, open_stub, translated
 from pdmesh.errors import MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.capabilities import capabilities_from_pb
@@ -236,7 +236,7 @@ class PeerDirectory:
                 self._lose(peer)
 
     async def _meet(self, address: str) -> Peer:
-        channel, stub = open_channel(address)
+        channel, stub = open_stub(address, self._secret)
         try:
             reply = await self._greeter.ask(stub, address)
             # It answers: whoever comes now waits for this meeting, which may take its time in the core.

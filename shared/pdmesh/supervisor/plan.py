@@ -17,6 +17,7 @@ from pdmesh.supervisor.roles import Role
 from pdmesh.supervisor.runtime import RuntimeFolder
 
 LOOPBACK = "127.0.0.1"
+TLS_SETTINGS = ("tls_cert", "tls_key", "tls_ca", "tls_server_name")
 # A third of decode's share where both want a core. Measured, see docs/cpu.md: at 0 decode's steps take a third longer; at 10
 # and above other work on the machine takes the cores that prefill needs.
 PREFILL_NICENESS = 5
@@ -229,7 +230,8 @@ def unheard_settings(environ: Mapping[str, str]) -> list[str]:
 
 
 def _child_environment(config: UpConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without PDMESH_ settings (they were for `up`), plus the secrets, which argv would show."""
+    """This process's environment without PDMESH_ settings (they were for `up`), plus the secrets, which argv would show, and
+    certificates."""
     env = {name: value for name, value in environ.items() if not name.startswith("PDMESH_")}
     if config.secret_file:
         env["PDMESH_SECRET_FILE"] = config.secret_file
@@ -238,6 +240,8 @@ def _child_environment(config: UpConfig, environ: Mapping[str, str]) -> dict[str
     elif not config.valkey:
         env["PDMESH_SECRET"] = secrets.token_hex(32)
     # Left: an outside Valkey and no secret given. The per-user secret then keeps stored blocks valid across runs.
+    if config.tls_cert:
+        env |= {variable(name): getattr(config, name) for name in TLS_SETTINGS}
     if config.api_key:
         env["PDMESH_API_KEY"] = ",".join(config.api_key)
     return env

@@ -14,7 +14,7 @@ CONFIG_ERROR_CODE = 2
 
 
 def check_shared(config: UpConfig) -> ModelSource:
-    """Check what all services get alike: secret, model, context, KV memory. Blocks; raises ConfigError."""
+    """Check what all services get alike: secret, certificates, model, context, KV memory. Blocks; raises ConfigError."""
     common = EngineConfig(
         model=config.model,
         dtype=config.dtype,
@@ -26,8 +26,11 @@ def check_shared(config: UpConfig) -> ModelSource:
         host=config.host,
         secret=config.secret,
         secret_file=config.secret_file,
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
+        tls_ca=config.tls_ca,
     )
-    if config.secret or config.secret_file or config.valkey:
+    if config.secret or config.secret_file or config.tls_cert or config.valkey:
         # It brings gRPC along, a tenth of a second that a mesh with a secret of our own making does not need.
         from pdmesh.security import MeshSecret
 

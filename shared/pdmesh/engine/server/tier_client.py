@@ -16,13 +16,13 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
+from pdmesh.channels import open_channel
 from pdmesh.connector.handshake import translated
 from pdmesh.connector.peers import Ask, Peer, PeerDirectory
 from pdmesh.engine.messages import BlocksComputed, CoreReady
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.errors import MeshError
-from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2
 from pdmesh.protocol.mesh_pb2_grpc import KVCacheStub
 from pdmesh.protocol.transfers import Begun, OfferView
@@ -85,7 +85,7 @@ class TierClient:
         self._secret = secret
         self._peers = peers
         self._metrics = metrics
-        self._channel = grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
+        self._channel = open_channel(address, secret)
         self._stub = KVCacheStub(self._channel)
         self._is_connected = False
         self._attempted = asyncio.Event()
@@ -194,6 +194,10 @@ class TierClient:
             return False
         finally:
             self._attempted.set()
+        # With certificates of now: those of the channel before may have run out.
+        former, self._channel = self._channel, open_channel(self.address, self._secret)
+        self._stub = KVCacheStub(self._channel)
+        await former.close(STORE_TIMEOUT_S)
         log.info("kvcache %s connected over %s", self.address, peer.connector)
         self._is_connected = True
         self._is_reported = False
