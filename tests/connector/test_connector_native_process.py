@@ -19,6 +19,7 @@ from pdmesh.connector.native_messages import (
 )
 from pdmesh.connector.native_process import Helper
 from pdmesh.connector.pool import PoolShape, create_pool_file, size_pool_file
+from pdmesh.connector.throttle import Throttle
 
 SHAPE = PoolShape(num_blocks=4, block_bytes=4096)
 PROOF = b"p" * 32
@@ -60,7 +61,7 @@ class Scene:
         self.memory = Memory(fd, SHAPE)
         os.close(fd)
         self.agent = Agent()
-        self.helper = Helper(self.agent, self.memory)  # type: ignore[arg-type]
+        self.helper = Helper(self.agent, self.memory, Throttle(0))  # type: ignore[arg-type]
 
     def connect(self, peer_id: str = "owner@1", agent: bytes = b"agent-1") -> None:
         order = ConnectAgent(
@@ -104,14 +105,14 @@ def test_a_lost_peers_pull_ends_when_its_read_has(scene: Scene) -> None:
     # The peer is lost for all of them, but two reads still run.
     assert scene.helper.poll() == [ended("a")]
     assert scene.helper.poll() == []
-    assert scene.helper.busy
+    assert scene.helper.patience_s is not None
     assert scene.agent.removed == []
     scene.agent.states[handles[1]] = CopyState.FAILED
     assert scene.helper.poll() == [ended("b")]
     # Even one that has arrived after all: the peer was given up before.
     scene.agent.states[handles[2]] = CopyState.DONE
     assert scene.helper.poll() == [ended("c")]
-    assert not scene.helper.busy
+    assert scene.helper.patience_s is None
     assert scene.agent.removed == ["agent-1"]
     assert set(handles) <= set(scene.agent.released)
 

@@ -1,6 +1,7 @@
 """What every connector must do, against owners and consumers that are processes of their own."""
 
 import itertools
+import json
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from pdmesh.connector.base import Pull, PullResult, WorkerConnector
+from pdmesh.connector.options import connector_options
 from pdmesh.connector.pool import KVPool, PoolShape
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.connector.shm import ShmMetadata
@@ -35,8 +37,20 @@ _ids = itertools.count()
 class Consumer:
     """A connector in this process with a pool of its own."""
 
-    def __init__(self, name: str, secret: str = SECRET, shape: PoolShape = SHAPE, peer_id: str = "consumer@1") -> None:
-        made = make_worker_connectors([name], peer_id=peer_id, secret=MeshSecret(secret))
+    def __init__(
+        self,
+        name: str,
+        secret: str = SECRET,
+        shape: PoolShape = SHAPE,
+        peer_id: str = "consumer@1",
+        options: dict[str, object] | None = None,
+    ) -> None:
+        made = make_worker_connectors(
+            [name],
+            peer_id=peer_id,
+            secret=MeshSecret(secret),
+            options=connector_options(json.dumps({name: options or {}})),
+        )
         self.name = name
         self.connector: WorkerConnector = made[name]
         self.pool: KVPool = make_pool(shape, filled=False)
@@ -168,6 +182,33 @@ def test_a_cancelled_pull_ends_once(attached: Consumer, shared_node: Node) -> No
     assert "cancelled" in {each.reason for each in results}
     attached.connector.cancel(pulls[0].transfer_id)
     assert wait_for(attached.connector, 1, 0.1) == []
+
+
+def test_a_throttled_pull_brings_the_right_bytes_piece_by_piece(name: str, shared_node: Node) -> None:
+    blocks = list(range(96))
+    # Three blocks in each of 32 pieces.
+    with consumer(name, options={"throttle_bytes_s": 64 << 20}) as made:
+        made.connector.connect(shared_node.pool_for(name))
+        pulls = [made.pull(shared_node, blocks[half::2], blocks[half::2]) for half in (0, 1)]
+        results = wait_for(made.connector, len(pulls), DEADLINE_S)
+        assert [each.reason for each in results] == ["", ""]
+        assert made.holds(blocks, blocks, firsts(shared_node, blocks))
+
+
+def test_a_pull_that_waits_for_its_share_of_the_link_can_be_ended(name: str, shared_node: Node) -> None:
+    # One block takes longer than any deadline here.
+    with consumer(name, options={"throttle_bytes_s": 2048}) as made:
+        made.connector.connect(shared_node.pool_for(name))
+        made.pool.blocks[:] = 0xEE
+        made.pull(shared_node, [1, 2], [1, 2], deadline_s=0.3)
+        assert made.result().reason == "timeout"
+        cancelled = made.pull(shared_node, [1, 2], [1, 2])
+        made.connector.cancel(cancelled.transfer_id)
+        assert made.result().reason == "cancelled"
+        made.pull(shared_node, [1, 2], [1, 2])
+        made.connector.disconnect(shared_node.peer_id)
+        assert made.result().reason == "peer_lost"
+        assert bool((made.pool.blocks == 0xEE).all())
 
 
 def test_many_pulls_at_once_all_end_well(attached: Consumer, shared_node: Node) -> None:

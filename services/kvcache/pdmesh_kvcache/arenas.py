@@ -13,6 +13,7 @@ import time
 from types import TracebackType
 from typing import Self
 
+from pdmesh.connector.options import connector_options
 from pdmesh.connector.pool import PAGE_BYTES
 from pdmesh.security import MeshSecret
 from pdmesh_kvcache.arena import Arena, BlockKind
@@ -35,6 +36,7 @@ class ArenaSet:
         self._engine_id = engine_id
         self._secret = secret
         self._metrics = metrics
+        self._options = connector_options(config.connector_options)
         self._hosts: list[ArenaHost] = []
         # When each kind that has a right to a part was last asked for.
         self._claims: dict[BlockKind, float] = {}
@@ -118,7 +120,11 @@ class ArenaSet:
             on_evict=self._metrics.evictions.inc,
         )
         host = await ArenaHost(
-            arena, list(self._config.connector), self._secret, on_loopback=self._config.on_loopback
+            arena,
+            list(self._config.connector),
+            self._secret,
+            on_loopback=self._config.on_loopback,
+            options=self._options,
         ).__aenter__()
         self._hosts.append(host)
         log.info(

@@ -24,6 +24,8 @@ class KVCacheConfig(ServiceConfig):
     """Seconds without a call after which a layout's part is given to a layout that asks for one."""
     connector: list[Literal["shm", "nixl", "grpc"]] = Field(default=["shm", "grpc"], min_length=1)
     """Ways to exchange KV, in order of preference, comma-separated; the first that both sides can is used."""
+    connector_options: str = ""
+    """JSON with an object of options per connector, such as {"nixl": {"num_threads": 4}, "shm": {"throttle_bytes_s": "1G"}}."""
     max_keys: int = Field(default=65536, ge=1, le=1 << 20)
     """Most block keys in one call."""
     max_open_lookups: int = Field(default=4096, ge=1, le=1 << 20)

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
 from typing import Self
 
+from pdmesh.connector.options import ConnectorOptions
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.errors import DeadlineExceeded
 from pdmesh.protocol.messages import GroupBlocks
@@ -23,11 +24,21 @@ class ArenaHost:
     under an offer that is gone nothing is pinned.
     """
 
-    def __init__(self, arena: Arena, connectors: list[str], secret: MeshSecret, *, on_loopback: bool) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        connectors: list[str],
+        secret: MeshSecret,
+        *,
+        on_loopback: bool,
+        options: dict[str, ConnectorOptions],
+    ) -> None:
         self.arena = arena
         self.index = arena.index
         self.offers = OfferTable()
-        self.puller = Puller(arena, connectors, secret, on_loopback=on_loopback, on_metadata=self._metadata_changed)
+        self.puller = Puller(
+            arena, connectors, secret, on_loopback=on_loopback, options=options, on_metadata=self._metadata_changed
+        )
         self.retiring = False
         """Takes nothing new; goes when nothing uses it any more."""
         self._num_users = 0

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.connector.options import ConnectorOptions
 from pdmesh.connector.peers import Peer, PeerDirectory
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.errors import PeerUnavailable
@@ -44,6 +45,7 @@ class Puller:
         secret: MeshSecret,
         *,
         on_loopback: bool,
+        options: dict[str, ConnectorOptions],
         on_metadata: Callable[[str, bytes], None],
     ) -> None:
         self.metadata: dict[str, bytes] = {}
@@ -52,6 +54,7 @@ class Puller:
         self._names = connectors
         self._secret = secret
         self._on_loopback = on_loopback
+        self._options = options
         self._on_metadata = on_metadata
         self._connectors: dict[str, WorkerConnector] = {}
         self._connector_of: dict[str, str] = {}
@@ -86,6 +89,7 @@ class Puller:
                     peer_id=self._arena.peer_id,
                     secret=self._secret,
                     on_loopback=self._on_loopback,
+                    options=self._options,
                 )
             )
             for name, connector in self._connectors.items():

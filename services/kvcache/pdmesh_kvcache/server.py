@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pdmesh.connector.options import unused_options
 from pdmesh.errors import ConfigError
 from pdmesh.lifecycle import Life, check_ports
 from pdmesh.protocol import mesh_pb2 as pb
@@ -39,6 +40,8 @@ STORE_DRAIN_S = 2.0
 async def check(config: KVCacheConfig) -> None:
     """Raise ConfigError for what cannot work, as far as milliseconds tell; a Valkey that must be there is asked."""
     _load_secret(config)
+    for line in unused_options(config.connector_options, config.connector):
+        log.info("%s", line)
     check_ports(config.host, port=config.port, grpc_port=config.grpc_port)
     if not config.valkey:
         return

@@ -96,6 +96,8 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """vLLM's JSON, such as {"kv_connector": "NixlConnector", "kv_role": "kv_both"}: its keys become the settings here."""
     connector: list[Literal["shm", "nixl", "grpc"]] = Field(default=["shm", "grpc"])
     """Ways to exchange KV, in order of preference, comma-separated; the first that both sides can is used."""
+    connector_options: str = ""
+    """JSON with an object of options per connector, such as {"nixl": {"num_threads": 4}, "shm": {"throttle_bytes_s": "1G"}}."""
     kv_peers: list[str] = Field(default=[])
     """gRPC `host:port` of engines whose KV may be fetched with vLLM's kv_transfer_params; a name stands for every address it
     resolves to. On loopback this user's own engines need not be listed."""

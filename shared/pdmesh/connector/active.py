@@ -39,8 +39,33 @@ class ActivePull:
         self.deadline_s = self.started_s + pull.deadline_s
         self.fence_s = self.deadline_s + FENCE_GRACE_S
         """When a connector whose reads cannot be taken back must make sure by force that they have ended."""
-        self.cancelled = False
-        self.peer_lost = False
+        self._cancelled = False
+        self._peer_lost = False
+        self._interrupted = threading.Event()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    @cancelled.setter
+    def cancelled(self, value: bool) -> None:
+        self._cancelled = value
+        self._interrupted.set()
+
+    @property
+    def peer_lost(self) -> bool:
+        return self._peer_lost
+
+    @peer_lost.setter
+    def peer_lost(self, value: bool) -> None:
+        self._peer_lost = value
+        self._interrupted.set()
+
+    def wait_until(self, due_s: float) -> None:
+        """Sleep until then, or until it is over or should stop."""
+        pause_s = min(due_s, self.deadline_s) - time.monotonic()
+        if pause_s > 0:
+            self._interrupted.wait(pause_s)
 
     def fence_soon(self) -> None:
         """It should have ended now."""

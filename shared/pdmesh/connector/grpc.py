@@ -18,14 +18,15 @@ import numpy as np
 
 from pdmesh.connector.active import ActivePull, ActivePulls, PullEnd, error_reason, fault_of
 from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.connector.options import GrpcOptions
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.shm import check_block_bytes
+from pdmesh.connector.throttle import Throttle
 from pdmesh.security import MeshSecret
 
 if TYPE_CHECKING:
     from pdmesh.connector.grpc_peer import GrpcPeer, ReadCall
 
-MAX_THREADS = 4
 CONNECT_TIMEOUT_S = 4.0
 
 
@@ -34,14 +35,16 @@ class GrpcConnector(WorkerConnector):
 
     name = "grpc"
 
-    def __init__(self, peer_id: str, secret: MeshSecret) -> None:
+    def __init__(self, peer_id: str, secret: MeshSecret, options: GrpcOptions | None = None) -> None:
         self._secret = secret
+        self._options = options or GrpcOptions()
+        self._throttle = Throttle(self._options.throttle_bytes_s)
         self._pool: KVPool | None = None
         self._peers: dict[str, GrpcPeer] = {}
         self._pulls = ActivePulls()
         self._calls: dict[str, ReadCall] = {}
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc-pull")
+        self._threads = ThreadPoolExecutor(self._options.num_threads, thread_name_prefix="grpc-pull")
 
     def register(self, pool: KVPool) -> bytes:
         self._pool = pool
@@ -124,6 +127,7 @@ class GrpcConnector(WorkerConnector):
         pull, done = active.pull, 0
         with self._reading(active, peer) as chunks:
             for chunk in chunks:
+                active.wait_until(self._throttle.book(len(chunk.data)))
                 if reason := active.interruption():
                     return reason
                 num = len(chunk.generations)
@@ -138,7 +142,12 @@ class GrpcConnector(WorkerConnector):
     def _reading(self, active: ActivePull, peer: GrpcPeer) -> Iterator[ReadCall]:
         """The call of one pull, where `cancel` finds it; ended in any case."""
         pull = active.pull
-        call = peer.read(pull.source_block_ids, max(0.0, active.deadline_s - time.monotonic()))
+        block_bytes = peer.shape.block_bytes
+        call = peer.read(
+            pull.source_block_ids,
+            max(0.0, active.deadline_s - time.monotonic()),
+            chunk_bytes=block_bytes * self._throttle.piece_blocks(block_bytes, self._options.chunk_bytes),
+        )
         with self._lock:
             self._calls[pull.transfer_id] = call
         try:

@@ -43,8 +43,9 @@ class GrpcPeer:
         except grpc.RpcError as exc:
             raise HandshakeRefused(f"{self.peer_id} cannot be read over gRPC: {_words(exc)}") from exc
 
-    def read(self, block_ids: list[int], timeout_s: float) -> ReadCall:
-        request = pb.ReadBlocksRequest(peer_id=self.peer_id, block_ids=block_ids)
+    def read(self, block_ids: list[int], timeout_s: float, *, chunk_bytes: int = 0) -> ReadCall:
+        """Begin to read blocks, `chunk_bytes` of them in each message; 0: as many as the owner likes."""
+        request = pb.ReadBlocksRequest(peer_id=self.peer_id, block_ids=block_ids, chunk_bytes=chunk_bytes)
         call: ReadCall = self._stub.ReadBlocks(request, timeout=timeout_s, metadata=self._metadata)
         return call
 

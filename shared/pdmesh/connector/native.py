@@ -17,6 +17,7 @@ from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
 from pdmesh.connector.native_agent import Transport
 from pdmesh.connector.native_helper import NativeHelper
 from pdmesh.connector.native_messages import CancelPull, ConnectAgent, HelperReady, StartPull
+from pdmesh.connector.options import NativeOptions
 from pdmesh.connector.pool import KVPool, PoolShape
 from pdmesh.connector.shm import check_block_bytes
 from pdmesh.errors import ConfigError, HandshakeRefused
@@ -39,7 +40,9 @@ class NativeConnector(WorkerConnector):
 
     transport: ClassVar[Transport]
 
-    def __init__(self, peer_id: str, secret: MeshSecret, *, on_loopback: bool = False) -> None:
+    def __init__(
+        self, peer_id: str, secret: MeshSecret, options: NativeOptions | None = None, *, on_loopback: bool = False
+    ) -> None:
         if not any(importlib.util.find_spec(package) for package in self.transport.packages):
             raise ConfigError(
                 f"connector {self.name}: {self.transport.title} is not installed; {self.transport.remedy} or leave "
@@ -47,6 +50,7 @@ class NativeConnector(WorkerConnector):
             )
         self._peer_id = peer_id
         self._secret = secret
+        self._options = options or NativeOptions()
         self._on_loopback = on_loopback
         self._pool: KVPool | None = None
         self._helper: NativeHelper | None = None
@@ -55,7 +59,9 @@ class NativeConnector(WorkerConnector):
 
     def register(self, pool: KVPool) -> bytes:
         self._pool = pool
-        self._helper = NativeHelper(self.transport, pool, self._peer_id, self._pulls, on_loopback=self._on_loopback)
+        self._helper = NativeHelper(
+            self.transport, pool, self._peer_id, self._pulls, self._options, on_loopback=self._on_loopback
+        )
         try:
             return self._metadata(pool, self._helper.ready())
         except (RuntimeError, TimeoutError) as exc:

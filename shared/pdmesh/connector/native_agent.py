@@ -89,6 +89,8 @@ class AgentSettings:
     """Unique among all lives of all agents."""
     on_loopback: bool
     """Only this host may reach it."""
+    num_threads: int = 0
+    """0: the library's default."""
 
 
 _AGENTS = {"nixl": "pdmesh.connector.nixl_agent:NixlAgent"}

@@ -33,6 +33,7 @@ from pdmesh.connector.native_messages import (
     frame,
     from_helper_decoder,
 )
+from pdmesh.connector.options import NativeOptions
 from pdmesh.connector.pool import KVPool
 from pdmesh.errors import HandshakeRefused
 from pdmesh.parent import tied_command
@@ -52,9 +53,17 @@ class NativeHelper:
     """A supervised helper process over one pool. Everything but `run`'s internals is for the engine's thread."""
 
     def __init__(
-        self, transport: Transport, pool: KVPool, peer_id: str, pulls: ActivePulls, *, on_loopback: bool
+        self,
+        transport: Transport,
+        pool: KVPool,
+        peer_id: str,
+        pulls: ActivePulls,
+        options: NativeOptions,
+        *,
+        on_loopback: bool,
     ) -> None:
         self._transport = transport
+        self._options = options
         self._on_loopback = on_loopback
         self._pool = pool
         self._peer_id = peer_id
@@ -159,7 +168,7 @@ class NativeHelper:
         return subprocess.Popen(
             tied_command("pdmesh.connector.native_process", *arguments),
             pass_fds=(theirs.fileno(), self._pool.fd),
-            env=environment | dict(os.environ),
+            env=environment | dict(os.environ) | self._options.variables,
             stdin=subprocess.DEVNULL,
             stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
         )
@@ -174,6 +183,8 @@ class NativeHelper:
             on_loopback=self._on_loopback,
             num_blocks=shape.num_blocks,
             block_bytes=shape.block_bytes,
+            num_threads=self._options.agent_threads,
+            throttle_bytes_s=self._options.throttle_bytes_s,
         )
 
     def _converse(self, connection: socket.socket, process: "subprocess.Popen[bytes]") -> str:

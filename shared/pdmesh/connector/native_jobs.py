@@ -1,11 +1,13 @@
 """What a native helper process has registered, and the reads it has under way: handshakes' proofs and pulls.
 
-A pull is a READ of the blocks, then a READ of their generation words, then a comparison.
+A pull is a READ of the blocks (several, with a pause before each, where a throttle is set), then a READ of their generation
+words, then a comparison.
 """
 
 import mmap
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +20,7 @@ from pdmesh.connector.active import PullEnd
 from pdmesh.connector.native_agent import Ranges
 from pdmesh.connector.native_messages import AgentConnected, ConnectAgent, FromHelper, PullEnded, StartPull
 from pdmesh.connector.pool import KVPool, PoolShape
+from pdmesh.connector.throttle import Throttle
 
 PROOF_BYTES = 32
 # A slot is used again only after this many further handshakes, when a late read into it has long ended.
@@ -73,7 +76,12 @@ class Job(Protocol):
     """A read under way and what comes of it."""
 
     peer: Peer
-    handle: int
+    handle: int | None
+    """Of the read under way; None while it waits for `due_s`."""
+    due_s: float
+
+    def on_due(self) -> "FromHelper | None":
+        """Asked from time to time while no read is under way: begin the next when its time has come, or answer."""
 
     def on_done(self) -> "FromHelper | None":
         """The read has ended well: answer, or begin the next read and return None."""
@@ -92,7 +100,11 @@ class ProofJob:
         self._received[:] = 0
         local = _ranges([memory.proof_address(slot)], PROOF_BYTES)
         remote = _ranges([peer.message.proof_address], PROOF_BYTES)
-        self.handle = read(local, remote, peer)
+        self.handle: int | None = read(local, remote, peer)
+        self.due_s = 0.0
+
+    def on_due(self) -> None:
+        """A proof is read at once."""
 
     def on_done(self) -> FromHelper:
         matches = self._received.tobytes() == self.peer.message.proof
@@ -106,7 +118,7 @@ class ProofJob:
 class PullJob:
     """One pull: blocks, then words, then the comparison."""
 
-    def __init__(self, read: Read, memory: Memory, peer: Peer, message: StartPull) -> None:
+    def __init__(self, read: Read, memory: Memory, peer: Peer, message: StartPull, throttle: Throttle) -> None:
         self.peer = peer
         self.message = message
         self.reason = ""
@@ -115,12 +127,20 @@ class PullJob:
         self._memory = memory
         self._deadline_s = time.monotonic() + message.deadline_s
         self._stage = _Stage.DATA
-        block_bytes = memory.shape.block_bytes
-        targets = np.asarray(message.target_block_ids, dtype=np.uint64)
-        sources = np.asarray(message.source_block_ids, dtype=np.uint64)
-        local = targets * np.uint64(block_bytes) + np.uint64(memory.base + memory.shape.header_bytes)
-        remote = sources * np.uint64(block_bytes) + np.uint64(peer.message.base + peer.message.header_bytes)
-        self.handle = read(_ranges(local, block_bytes), _ranges(remote, block_bytes), peer)
+        self._throttle = throttle
+        self._pieces = self._split()
+        self.due_s = 0.0
+        self.handle: int | None = None
+        self._next_piece()
+
+    def on_due(self) -> FromHelper | None:
+        if not self.reason and time.monotonic() > self._deadline_s:
+            self.reason = PullEnd.TIMEOUT
+        if self.reason:
+            return self._ended(self.reason)
+        if time.monotonic() >= self.due_s:
+            self._read_piece()
+        return None
 
     def on_done(self) -> FromHelper | None:
         if not self.reason and time.monotonic() > self._deadline_s:
@@ -128,14 +148,41 @@ class PullJob:
         if self.reason:
             return self._ended(self.reason)
         if self._stage is _Stage.DATA:
-            self._stage = _Stage.WORDS
-            self._read_words()
+            if self._pieces:
+                self._next_piece()
+            else:
+                self._stage = _Stage.WORDS
+                self._read_words()
             return None
         received = self._memory.words[self.message.target_block_ids]
         return self._ended("" if [int(word) for word in received] == self.message.generations else PullEnd.STALE)
 
     def on_lost(self) -> FromHelper:
         return self._ended(self.reason or PullEnd.PEER_LOST)
+
+    def _split(self) -> deque[slice]:
+        """Places in the block lists that are read at once; all of them where there is no throttle."""
+        num = len(self.message.target_block_ids)
+        block_bytes = self._memory.shape.block_bytes
+        most = self._throttle.piece_blocks(block_bytes, num * block_bytes)
+        return deque(slice(begin, begin + most) for begin in range(0, num, most))
+
+    def _next_piece(self) -> None:
+        """Book the first piece that is left, and begin to read it unless it has to wait."""
+        piece = self._pieces[0]
+        num_bytes = len(self.message.target_block_ids[piece]) * self._memory.shape.block_bytes
+        self.handle = None
+        self.due_s = min(self._throttle.book(num_bytes), self._deadline_s)
+        if not self.due_s:
+            self._read_piece()
+
+    def _read_piece(self) -> None:
+        piece, shape, peer = self._pieces.popleft(), self._memory.shape, self.peer.message
+        targets = np.asarray(self.message.target_block_ids[piece], dtype=np.uint64)
+        sources = np.asarray(self.message.source_block_ids[piece], dtype=np.uint64)
+        local = targets * np.uint64(shape.block_bytes) + np.uint64(self._memory.base + shape.header_bytes)
+        remote = sources * np.uint64(shape.block_bytes) + np.uint64(peer.base + peer.header_bytes)
+        self.handle = self._read(_ranges(local, shape.block_bytes), _ranges(remote, shape.block_bytes), self.peer)
 
     def _read_words(self) -> None:
         targets = np.asarray(self.message.target_block_ids, dtype=np.uint64)

@@ -17,6 +17,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     on_loopback: bool
     num_blocks: int
     block_bytes: int
+    num_threads: int = 0
+    """Of the agent; 0: its default."""
+    throttle_bytes_s: int = 0
+    """Most bytes per second of all pulls; 0: no limit."""
 
 
 class ConnectAgent(msgspec.Struct, frozen=True, kw_only=True, tag=True):

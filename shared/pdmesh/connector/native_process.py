@@ -34,6 +34,7 @@ from pdmesh.connector.native_messages import (
     to_helper_decoder,
 )
 from pdmesh.connector.pool import PoolShape
+from pdmesh.connector.throttle import Throttle
 
 ArgumentT = TypeVar("ArgumentT")
 
@@ -43,16 +44,22 @@ POLL_S = 0.0002
 class Helper:
     """Carries out the engine's orders. Single-threaded."""
 
-    def __init__(self, agent: NativeAgent, memory: Memory) -> None:
+    def __init__(self, agent: NativeAgent, memory: Memory, throttle: Throttle) -> None:
         self._agent = agent
         self._memory = memory
+        self._throttle = throttle
         self._agents: dict[str, Peer] = {}
         self._jobs: list[Job] = []
         self._num_handshakes = 0
 
     @property
-    def busy(self) -> bool:
-        return bool(self._jobs)
+    def patience_s(self) -> float | None:
+        """How long nothing has to be looked at; None while there is nothing."""
+        if not self._jobs:
+            return None
+        if any(job.handle is not None for job in self._jobs):
+            return POLL_S
+        return max(POLL_S, min(job.due_s for job in self._jobs) - time.monotonic())
 
     def handle(self, message: ToHelper) -> list[FromHelper]:
         """Carry out one order; answers that are ready at once."""
@@ -98,13 +105,15 @@ class Helper:
         if peer is None:
             return [PullEnded(transfer_id=message.transfer_id, reason=PullEnd.PEER_LOST, num_bytes=0)]
         try:
-            self._jobs.append(PullJob(self._read, self._memory, peer, message))
+            self._jobs.append(PullJob(self._read, self._memory, peer, message, self._throttle))
         except Exception as exc:  # any of the library's classes
             ended = PullEnded(transfer_id=message.transfer_id, reason=error_reason(exc), num_bytes=0)
             return [ended, *self._drop(message.peer_id)]
         return []
 
     def _advance(self, job: Job) -> list[FromHelper]:
+        if job.handle is None:
+            return self._begin_if_due(job)
         state, peer_id = self._agent.state(job.handle), job.peer.message.peer_id
         if self._agents.get(peer_id) is not job.peer:
             return [] if state is CopyState.RUNNING else self._end_lost(job)
@@ -114,8 +123,19 @@ class Helper:
         if state is CopyState.FAILED:
             return self._drop(peer_id)
         self._agent.release(job.handle)
+        return self._go_on(job, job.on_done)
+
+    def _begin_if_due(self, job: Job) -> list[FromHelper]:
+        """Look after a job that has no read under way."""
+        if self._agents.get(job.peer.message.peer_id) is not job.peer:
+            return self._end_lost(job)
+        return self._go_on(job, job.on_due)
+
+    def _go_on(self, job: Job, step: Callable[[], FromHelper | None]) -> list[FromHelper]:
+        """Do a job's next step, of which may come an answer."""
+        peer_id = job.peer.message.peer_id
         try:
-            answer = job.on_done()
+            answer = step()
         except Exception:  # any of the library's classes, from beginning the next read
             self._jobs.remove(job)
             return [job.on_lost(), *self._drop(peer_id)]
@@ -142,6 +162,8 @@ class Helper:
 
     def _is_stopped(self, job: Job) -> bool:
         """Free a job's handle if that can be; whether nothing that matters is written on its behalf from now on."""
+        if job.handle is None:
+            return True
         if _quietly(self._agent.release, job.handle) or self._agent.state(job.handle) is not CopyState.RUNNING:
             return True
         # A late proof lands in a slot that no handshake uses for long; a late pull would land in another request's block.
@@ -149,7 +171,8 @@ class Helper:
 
     def _end_lost(self, job: Job) -> list[FromHelper]:
         """The read of a job whose peer was dropped has ended."""
-        _quietly(self._agent.release, job.handle)
+        if job.handle is not None:
+            _quietly(self._agent.release, job.handle)
         self._jobs.remove(job)
         self._close(job.peer)
         return [job.on_lost()]
@@ -180,7 +203,7 @@ def main() -> None:
     helper: Helper | None = None
     while True:
         answers: list[FromHelper] = []
-        readable, _, _ = select.select([connection], [], [], POLL_S if helper is not None and helper.busy else None)
+        readable, _, _ = select.select([connection], [], [], helper.patience_s if helper is not None else None)
         if readable:
             data = connection.recv(1 << 16)
             if not data:
@@ -201,7 +224,10 @@ def main() -> None:
 def _set_up(connection: socket.socket, message: Setup, pool_fd: int) -> Helper:
     try:
         memory = Memory(pool_fd, PoolShape(message.num_blocks, message.block_bytes))
-        agent = make_agent(message.transport, AgentSettings(name=message.agent_name, on_loopback=message.on_loopback))
+        agent = make_agent(
+            message.transport,
+            AgentSettings(name=message.agent_name, on_loopback=message.on_loopback, num_threads=message.num_threads),
+        )
         agent.register(memory.base, memory.shape.total_bytes)
         agent.register(memory.scratch_address, memory.scratch_bytes)
     except Exception as exc:  # the process's top: the engine decides what to do without it
@@ -211,7 +237,7 @@ def _set_up(connection: socket.socket, message: Setup, pool_fd: int) -> Helper:
         agent=agent.metadata(), base=memory.base, proof_address=memory.proof_address(-1), proof=memory.own_proof
     )
     connection.sendall(frame(ready))
-    return Helper(agent, memory)
+    return Helper(agent, memory, Throttle(message.throttle_bytes_s))
 
 
 if __name__ == "__main__":

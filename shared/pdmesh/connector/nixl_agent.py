@@ -26,7 +26,8 @@ class NixlAgent(NativeAgent):
         config.useProgThread = True
         config.pthrDelay = PROGRESS_DELAY_US
         self._agent = self._bindings.nixlAgent(settings.name, config)
-        self._backends = [self._agent.createBackend(BACKEND, {})]
+        parameters = {"num_threads": str(settings.num_threads)} if settings.num_threads else {}
+        self._backends = [self._agent.createBackend(BACKEND, parameters)]
 
     def register(self, address: int, num_bytes: int) -> None:
         regions = self._bindings.nixlRegDList(self._bindings.DRAM_SEG, [(address, num_bytes, 0, "")])

@@ -28,7 +28,9 @@ from pdmesh.protocol.transfers import Begun, Ended, begin_from_pb, begun_to_pb, 
 from pdmesh.protocol.version import agree
 
 CHUNK_BYTES = 4 << 20
-"""Most bytes of blocks in one message of ReadBlocks; a block larger than this travels alone."""
+"""Bytes of blocks in one message of ReadBlocks unless the reader asks for another size; a larger block travels alone."""
+MAX_CHUNK_BYTES = 32 << 20
+"""Most it may ask for."""
 MAX_READ_BLOCKS = 1 << 16
 """Most blocks one ReadBlocks call may ask for."""
 
@@ -191,7 +193,8 @@ def read_chunks(pool: KVPool, peer_id: str, request: pb.ReadBlocksRequest) -> It
         raise InvalidRequest(
             f"block_ids: at most {MAX_READ_BLOCKS} ids below {pool.shape.num_blocks} may be read at once"
         )
-    return (_chunk(pool, ids) for ids in _split(block_ids, max(1, CHUNK_BYTES // pool.shape.block_bytes)))
+    chunk_bytes = min(request.chunk_bytes or CHUNK_BYTES, MAX_CHUNK_BYTES)
+    return (_chunk(pool, ids) for ids in _split(block_ids, max(1, chunk_bytes // pool.shape.block_bytes)))
 
 
 def _chunk(pool: KVPool, block_ids: list[int]) -> pb.BlockChunk:

@@ -1,19 +1,25 @@
 """Connectors by name: the one place that knows which exist."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pdmesh.connector.base import WorkerConnector
+from pdmesh.connector.options import OPTIONS, ConnectorOptions, GrpcOptions, NixlOptions, ShmOptions
 from pdmesh.connector.shm import ShmConnector
 from pdmesh.errors import ConfigError
 from pdmesh.security import MeshSecret
 
 
 def make_worker_connectors(
-    names: list[str], *, peer_id: str, secret: MeshSecret, on_loopback: bool = False
+    names: list[str],
+    *,
+    peer_id: str,
+    secret: MeshSecret,
+    on_loopback: bool = False,
+    options: Mapping[str, ConnectorOptions] | None = None,
 ) -> dict[str, WorkerConnector]:
     """Make the worker's halves, in order of preference. `peer_id` is this process's own `engine_id@epoch`.
 
-    `on_loopback` keeps data planes of their own off every other network.
+    `on_loopback` keeps data planes of their own off every other network; connectors without `options` have the defaults.
 
     Raises ConfigError for an unknown name or a connector whose package is not installed; then none stays open.
     """
@@ -23,7 +29,7 @@ def make_worker_connectors(
             if name not in _MAKERS:
                 raise ConfigError(f"connector {name!r} does not exist; there are {', '.join(_MAKERS)}")
             if name not in made:
-                made[name] = _MAKERS[name](peer_id, secret, on_loopback)
+                made[name] = _MAKERS[name](peer_id, secret, on_loopback, (options or {}).get(name) or OPTIONS[name]())
     except BaseException:
         for connector in made.values():
             connector.close()
@@ -31,23 +37,26 @@ def make_worker_connectors(
     return made
 
 
-def _make_shm(peer_id: str, secret: MeshSecret, on_loopback: bool) -> WorkerConnector:
-    return ShmConnector(peer_id, secret)
+def _make_shm(peer_id: str, secret: MeshSecret, on_loopback: bool, options: ConnectorOptions) -> WorkerConnector:
+    assert isinstance(options, ShmOptions)
+    return ShmConnector(peer_id, secret, options)
 
 
-def _make_nixl(peer_id: str, secret: MeshSecret, on_loopback: bool) -> WorkerConnector:
+def _make_nixl(peer_id: str, secret: MeshSecret, on_loopback: bool, options: ConnectorOptions) -> WorkerConnector:
     from pdmesh.connector.nixl import NixlConnector
 
-    return NixlConnector(peer_id, secret, on_loopback=on_loopback)
+    assert isinstance(options, NixlOptions)
+    return NixlConnector(peer_id, secret, options, on_loopback=on_loopback)
 
 
-def _make_grpc(peer_id: str, secret: MeshSecret, on_loopback: bool) -> WorkerConnector:
+def _make_grpc(peer_id: str, secret: MeshSecret, on_loopback: bool, options: ConnectorOptions) -> WorkerConnector:
     from pdmesh.connector.grpc import GrpcConnector
 
-    return GrpcConnector(peer_id, secret)
+    assert isinstance(options, GrpcOptions)
+    return GrpcConnector(peer_id, secret, options)
 
 
-_MAKERS: dict[str, Callable[[str, MeshSecret, bool], WorkerConnector]] = {
+_MAKERS: dict[str, Callable[[str, MeshSecret, bool, ConnectorOptions], WorkerConnector]] = {
     "shm": _make_shm,
     "nixl": _make_nixl,
     "grpc": _make_grpc,

@@ -8,24 +8,25 @@ first new byte; so a copy whose generations match is right even then. Pulls not 
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 import msgspec
 import numpy as np
 
 from pdmesh.connector.active import ActivePull, ActivePulls, PullEnd, error_reason, fault_of
 from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.connector.options import ShmOptions
 from pdmesh.connector.pool import KVPool, PoolShape
 from pdmesh.connector.shm_socket import PoolListener, SharedPool, fetch_pool
+from pdmesh.connector.throttle import Throttle
 from pdmesh.errors import HandshakeRefused
 from pdmesh.security import MeshSecret
 
 log = logging.getLogger(__name__)
-
-# Between two copies a pull may be cancelled: 8 MiB take a millisecond or two.
-COPY_BYTES = 8 << 20
 
 
 class ShmMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,14 +40,16 @@ class ShmConnector(WorkerConnector):
 
     name = "shm"
 
-    def __init__(self, peer_id: str, secret: MeshSecret) -> None:
+    def __init__(self, peer_id: str, secret: MeshSecret, options: ShmOptions | None = None) -> None:
         self._peer_id = peer_id
         self._secret = secret
+        self._options = options or ShmOptions()
+        self._throttle = Throttle(self._options.throttle_bytes_s)
         self._pool: KVPool | None = None
         self._listener: PoolListener | None = None
         self._peers: dict[str, SharedPool] = {}
         self._pulls = ActivePulls()
-        self._tasks: queue.SimpleQueue[_Copy | SharedPool | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Copy | SharedPool | _Task] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="shm-copy", daemon=True)
         self._thread.start()
 
@@ -86,7 +89,7 @@ class ShmConnector(WorkerConnector):
         elif fault := fault_of(pull, shared.pool.shape, pool.shape):
             self._pulls.finish(pull.transfer_id, fault)
         else:
-            self._tasks.put(_Copy(active, shared, pool))
+            self._tasks.put(_Copy(active, shared, pool, self._options.copy_bytes, self._throttle))
 
     def poll(self) -> list[PullResult]:
         return self._pulls.take()
@@ -94,6 +97,7 @@ class ShmConnector(WorkerConnector):
     def cancel(self, transfer_id: str) -> None:
         if (active := self._pulls.get(transfer_id)) is not None:
             active.cancelled = True
+            self._tasks.put(_Task.LOOK)
 
     def fileno(self) -> int:
         return self._pulls.fileno()
@@ -103,7 +107,7 @@ class ShmConnector(WorkerConnector):
             active.cancelled = True
         for peer_id in list(self._peers):
             self.disconnect(peer_id)
-        self._tasks.put(None)
+        self._tasks.put(_Task.STOP)
         self._thread.join()
         if self._listener is not None:
             self._listener.close()
@@ -116,13 +120,13 @@ class ShmConnector(WorkerConnector):
         return self._pool
 
     def _work(self) -> None:
-        """Take turns among the copies; sleep when there are none. Ends when it finds None and nothing is left to copy."""
+        """Take turns among the copies; sleep when there are none. Ends when it is told to and nothing is left to copy."""
         copies: deque[_Copy] = deque()
         unmap: list[SharedPool] = []
         stopping = False
         while not (stopping and not copies):
             try:
-                task = self._tasks.get(block=not copies)
+                task = self._tasks.get(timeout=_patience_s(copies))
             except queue.Empty:
                 pass
             else:
@@ -130,9 +134,9 @@ class ShmConnector(WorkerConnector):
                     copies.append(task)
                 elif isinstance(task, SharedPool):
                     unmap.append(task)
-                else:
+                elif task is _Task.STOP:
                     stopping = True
-            if copies:
+            for _ in range(len(copies)):
                 copy = copies.popleft()
                 if (reason := self._advance(copy)) is None:
                     copies.append(copy)
@@ -155,6 +159,21 @@ class ShmConnector(WorkerConnector):
             return error_reason(exc)
 
 
+class _Task(Enum):
+    """Orders to the thread."""
+
+    LOOK = "look"
+    """A copy that waits may have been cancelled."""
+    STOP = "stop"
+
+
+def _patience_s(copies: "deque[_Copy]") -> float | None:
+    """How long no copy has anything to do; None while there is none."""
+    if not copies:
+        return None
+    return max(0.0, min(copy.due_s for copy in copies) - time.monotonic())
+
+
 def check_block_bytes(peer: PeerPool, own: PoolShape) -> None:
     """Raise HandshakeRefused when a peer's blocks cannot become ours."""
     if peer.block_bytes != own.block_bytes:
@@ -175,11 +194,19 @@ class _Run:
 class _Copy:
     """One pull being carried out by the thread."""
 
-    def __init__(self, active: ActivePull, source: SharedPool, target: KVPool) -> None:
+    def __init__(
+        self, active: ActivePull, source: SharedPool, target: KVPool, copy_bytes: int, throttle: Throttle
+    ) -> None:
         self.active = active
         self.source = source
+        self.due_s = 0.0
+        """When there is something to do for it; until then only its end."""
         self._target = target
+        self._copy_bytes = copy_bytes
+        self._throttle = throttle
         self._runs: Iterator[_Run] | None = None
+        self._booked: _Run | None = None
+        """What may be copied at `due_s`."""
         self.num_bytes = len(active.pull.source_block_ids) * source.pool.shape.block_bytes
 
     def step(self) -> str | None:
@@ -193,20 +220,30 @@ class _Copy:
                 return PullEnd.PEER_LOST
             if not self._generations_match():
                 return PullEnd.STALE
-            most = max(1, COPY_BYTES // self.source.pool.shape.block_bytes)
+            most = self._throttle.piece_blocks(self.source.pool.shape.block_bytes, self._copy_bytes)
             self._runs = _runs(pull.source_block_ids, pull.target_block_ids, most)
-        run = next(self._runs, None)
+        if self._booked is None and (run := next(self._runs, None)) is not None:
+            self._book(run)
+        run = self._booked
         if run is None:
             # The words are read after the data: x86 keeps loads in order, elsewhere the GIL's mutex, released and taken
             # again around each copy, is the fence.
             return "" if self._generations_match() else PullEnd.STALE
+        if time.monotonic() < self.due_s:
+            return None
         if not self.source.owner_alive:
             return PullEnd.PEER_LOST
+        self._booked = None
         np.copyto(
             self._target.blocks[run.target : run.target + run.num],
             self.source.pool.blocks[run.source : run.source + run.num],
         )
         return None
+
+    def _book(self, run: "_Run") -> None:
+        self._booked = run
+        due_s = self._throttle.book(run.num * self.source.pool.shape.block_bytes)
+        self.due_s = min(due_s, self.active.deadline_s)
 
     def _generations_match(self) -> bool:
         pull = self.active.pull

@@ -16,6 +16,7 @@ import msgspec
 
 from pdmesh.config import EngineConfig
 from pdmesh.connector.base import WorkerConnector
+from pdmesh.connector.options import connector_options
 from pdmesh.connector.pool import KVPool, PoolShape, size_pool_file
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback
@@ -145,6 +146,7 @@ def _links(launch: Launch, config: EngineConfig, pool: KVPool) -> Iterator[_Regi
         peer_id=launch.peer_id,
         secret=MeshSecret.load(config),
         on_loopback=config.on_loopback,
+        options=connector_options(config.connector_options),
     )
     # Registered before anyone watches for metadata that replaces it.
     try:

@@ -22,6 +22,7 @@ _FOR_PEERS = {
     "kv_load_failure_policy",
     "kv_role",
     "kv_transfer_config",
+    "connector_options",
     "kvcache",
     "kvcache_lookup_timeout_s",
     "kv_events_config",

@@ -1002,8 +1002,11 @@ class ReadBlocksRequest(_message.Message):
 
     PEER_ID_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     """of the owner, so that a restarted one refuses"""
+    chunk_bytes: _builtins.int
+    """most bytes of blocks wanted in one message; 0: the owner's own limit, which holds anyway"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -1011,10 +1014,11 @@ class ReadBlocksRequest(_message.Message):
         *,
         peer_id: _builtins.str = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        chunk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "peer_id", b"peer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "chunk_bytes", b"chunk_bytes", "peer_id", b"peer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

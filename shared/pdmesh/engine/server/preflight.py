@@ -6,6 +6,7 @@ import logging
 from importlib.metadata import entry_points
 
 from pdmesh.config import EngineConfig
+from pdmesh.connector.options import unused_options
 from pdmesh.engine.batch_defaults import DeviceInfo, check_batch
 from pdmesh.engine.compute_threads import resolve_threads
 from pdmesh.engine.kv_events_config import check_addresses, kv_events_config
@@ -30,7 +31,7 @@ async def check_engine(config: EngineConfig, role: Role = "both") -> None:
     """Raise ConfigError for what cannot work; log what has no effect, and what vLLM's JSON became."""
     config = resolve_kv_transfer(config)
     narrowed_role(role, config.kv_role)
-    for line in kv_transfer_lines(config):
+    for line in [*kv_transfer_lines(config), *unused_options(config.connector_options, config.connector)]:
         log.info("%s", line)
     MeshSecret.load(config)
     resolve_threads(config)
