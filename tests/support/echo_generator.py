@@ -54,7 +54,7 @@ class EchoGenerator(Generator):
         )
 
     async def problem(self) -> str:
-        return "" if self.healthy_now else "the engine core died"
+        return "" if self.healthy_now else "no engine"
 
     async def abort_choice(self, request_id: str, choice: int) -> None:
         self.aborted_choices.append((request_id, choice))
