@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import select
 
 import pytest
 
@@ -48,6 +49,7 @@ def answers(core: CoreHarness) -> list[OwnBlockPulled]:
         found = [message for message in core.sent if isinstance(message, OwnBlockPulled)]
         if found:
             return found
+        select.select(core.links.descriptors, [], [], 0.5)
         core.run()
     raise AssertionError("the order was not answered")
 
