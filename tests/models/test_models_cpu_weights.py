@@ -30,7 +30,7 @@ def start(folder: Path, row: int) -> tuple[str, NDArray[np.float32]]:
     """Load as an engine does; return the fingerprint and a row of the table of the vocabulary."""
     library = load()
     with open_checkpoint(str(folder)) as checkpoint:
-        name = model_fingerprint(checkpoint.config, checkpoint.reader.stored_regions(), "float32")
+        name = fingerprints(checkpoint.config, checkpoint.reader.stored_regions(), "float32").model
         loaded = load_cpu_weights(
             library, checkpoint.config, checkpoint.reader, "float32", Quantization.NONE, name, 2, lambda _: None
         )

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdmesh.errors import HandshakeRefused, TransferFailed
-from pdmesh.models.kv_convert import DTYPES, convert, incompatibility, pack, unpack
+from pdmesh.models.kv_convert import convert, pack, unpack
 from pdmesh.models.kv_items import convert_items
-from pdmesh.models.kv_layout import CPU_PACKING, PACKING, KVLayout
+from pdmesh.models.kv_layout import KVLayout
+from pdmesh.protocol.layout import CPU_PACKING, DTYPES, PACKING, incompatibility
 from pdmesh.protocol.shards import heads_of, map_heads
 from pdmesh_kernels.cpu.kv_layout import KVItems
 

@@ -43,7 +43,7 @@ def test_shards_load_like_one_file(tmp_path: Path) -> None:
     )
     for name, target in whole.model.weights.targets.items():
         assert torch.equal(target, sharded.model.weights.targets[name]), name
-    assert whole.fingerprint == sharded.fingerprint
+    assert whole.fingerprints.model == sharded.fingerprints.model
 
 
 def test_every_weight_is_filled(tmp_path: Path) -> None:
@@ -104,27 +104,27 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 
 def test_equal_files_have_equal_fingerprints_wherever_they_lie(tmp_path: Path) -> None:
-    assert load(make_tiny("llama", tmp_path / "a")).fingerprint == load(make_tiny("llama", tmp_path / "b")).fingerprint
+    assert load(make_tiny("llama", tmp_path / "a")).fingerprints.model == load(make_tiny("llama", tmp_path / "b")).fingerprints.model
 
 
 def test_fingerprints_differ_by_weights_dtype_rope_and_encoding(tmp_path: Path) -> None:
     folder = make_tiny("llama_tied", tmp_path / "llama")
-    found = [load(folder).fingerprint, load(folder, torch.bfloat16).fingerprint]
-    found.append(load(make_tiny_gguf(folder, tmp_path / "model.gguf")).fingerprint)
-    found.append(load(make_tiny("llama_tied", tmp_path / "other", seed=1)).fingerprint)
+    found = [load(folder).fingerprints.model, load(folder, torch.bfloat16).fingerprints.model]
+    found.append(load(make_tiny_gguf(folder, tmp_path / "model.gguf")).fingerprints.model)
+    found.append(load(make_tiny("llama_tied", tmp_path / "other", seed=1)).fingerprints.model)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 20000.0}))
-    found.append(load(folder).fingerprint)
+    found.append(load(folder).fingerprints.model)
     assert len(set(found)) == len(found)
     assert all(len(fingerprint) == 32 for fingerprint in found)
 
 
 def test_how_far_one_may_compute_is_not_in_the_fingerprint(tmp_path: Path) -> None:
     folder = make_tiny("llama_tied", tmp_path / "llama")
-    before = load(folder).fingerprint
+    before = load(folder).fingerprints.model
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
-    assert load(folder).fingerprint == before
+    assert load(folder).fingerprints.model == before
 
 
 def test_layout_fingerprints_differ_by_every_field() -> None:

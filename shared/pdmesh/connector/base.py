@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.connector.pool import KVPool
+from pdmesh.protocol.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class PeerPool:
     """What the owner's half returned from `metadata()`."""
     num_blocks: int
     block_bytes: int
+    layouts: tuple[Layout, ...] = ()
+    """Of its blocks, one per KV group, where they are not those of the pool here: then they are pulled to be converted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

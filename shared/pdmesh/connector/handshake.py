@@ -13,11 +13,13 @@ import grpc.aio
 
 from pdmesh.channels import open_channel
 from pdmesh.connector.base import PeerPool
-from pdmesh.connector.owner import check_fingerprints, check_pools
+from pdmesh.connector.owner import check_names, check_pools
 from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.capabilities import OWN, Capabilities, capabilities_from_pb, capabilities_to_pb
+from pdmesh.protocol.exchange import Exchange, KVDescription, KVNames, description_to_pb, names_from_pb
+from pdmesh.protocol.layout import Layout
 from pdmesh.protocol.version import PROTOCOL_MIN, PROTOCOL_VERSION, agree
 from pdmesh.security import MeshSecret
 
@@ -45,12 +47,28 @@ class Peer:
     capabilities: Capabilities
     num_blocks: int
     block_bytes: int
+    names: KVNames
+    exchange: Exchange
+    """What becomes of its blocks here."""
+    layouts: tuple[Layout, ...]
+    """Of its blocks, where they are not those of the pool here."""
     channel: grpc.aio.Channel
     stub: "mesh_pb2_grpc.KVPeerAsyncStub"
     transfers: set[str] = field(default_factory=set)
     """Running ones, renewed until they end."""
     num_timeouts: int = 0
     """Calls in a row that got no answer in their time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """What an owner answered to a handshake, and what follows from it here."""
+
+    reply: pb.HandshakeReply
+    names: KVNames
+    exchange: Exchange
+    layouts: tuple[Layout, ...]
+    """Of the owner's blocks, where they are not those of the pool here."""
 
 
 class Greeter:
@@ -66,29 +84,35 @@ class Greeter:
         attach: Attach,
         *,
         block_bytes: list[int],
+        description: KVDescription | None = None,
     ) -> None:
         self.fallbacks: Counter[str] = Counter()
         """Times a connector could not be used and the next one was, by the name of the one that could not."""
         self._peer_id = peer_id
         self._secret = secret
         self._connectors = connectors
-        self._model_fingerprint = model_fingerprint
-        self._layout_fingerprints = layout_fingerprints
+        self._names = KVNames(
+            model_fingerprint=model_fingerprint,
+            layout_fingerprints=tuple(layout_fingerprints),
+            description=description,
+            capabilities=OWN,
+        )
         self._attach = attach
         self._block_bytes = block_bytes
         self._logged: dict[tuple[str, str], None] = {}
 
     async def ask(
         self, stub: "mesh_pb2_grpc.KVPeerAsyncStub", address: str, deadline_s: float = HANDSHAKE_TIMEOUT_S
-    ) -> pb.HandshakeReply:
-        """Learn who answers. Raises HandshakeRefused when protocol, model or layout differ, or PeerUnavailable."""
+    ) -> "Greeting":
+        """Learn who answers. Raises HandshakeRefused when its KV is of no use here, or PeerUnavailable."""
         request = pb.HandshakeRequest(
             peer_id=self._peer_id,
             protocol_min=PROTOCOL_MIN,
             protocol_max=PROTOCOL_VERSION,
             capabilities=capabilities_to_pb(OWN),
-            layout_fingerprints=self._layout_fingerprints,
-            model_fingerprint=self._model_fingerprint,
+            layout_fingerprints=self._names.layout_fingerprints,
+            model_fingerprint=self._names.model_fingerprint,
+            kv=description_to_pb(self._names.description),
             block_bytes=self._block_bytes,
         )
         try:
@@ -99,17 +123,19 @@ class Greeter:
             raise translated(exc, address) from exc
         agree(reply.protocol, reply.protocol, peer=reply.peer_id)
         check_pools(capabilities_from_pb(reply.capabilities), OWN, reply.peer_id)
-        check_fingerprints(
-            (self._peer_id, self._model_fingerprint, self._layout_fingerprints),
-            (reply.peer_id, reply.model_fingerprint, list(reply.layout_fingerprints)),
-        )
-        return reply
+        names = names_from_pb(reply)
+        exchange = check_names((reply.peer_id, names), (self._peer_id, self._names))
+        told = names.description
+        are_same = names.layout_fingerprints == self._names.layout_fingerprints
+        layouts = () if told is None or are_same else told.layouts
+        return Greeting(reply=reply, names=names, exchange=exchange, layouts=layouts)
 
-    async def attach_first(self, address: str, reply: pb.HandshakeReply) -> str:
+    async def attach_first(self, address: str, greeting: "Greeting") -> str:
         """Attach by the first connector that both sides have and that works; returns its name.
 
         Raises HandshakeRefused, naming what is wrong with each, when none does.
         """
+        reply = greeting.reply
         offered = {each.connector: each.metadata for each in reply.connectors}
         failures = []
         for name in self._connectors:
@@ -123,6 +149,7 @@ class Greeter:
                     metadata=metadata,
                     num_blocks=reply.num_blocks,
                     block_bytes=reply.block_bytes,
+                    layouts=greeting.layouts,
                 )
                 await self._attach(pool, name)
             except (HandshakeRefused, PeerUnavailable) as exc:

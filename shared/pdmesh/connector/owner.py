@@ -7,6 +7,7 @@ offered `run` sleeps.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from pdmesh.protocol.capabilities import (
     capabilities_to_pb,
     pool_obstacle,
 )
+from pdmesh.protocol.exchange import Exchange, KVDescription, KVNames, description_to_pb, exchange, names_from_pb
 from pdmesh.protocol.offers import EndedOffer, OfferTable
 from pdmesh.protocol.transfers import Begun, Ended, begin_from_pb, begun_to_pb, end_from_pb, ended_to_pb
 from pdmesh.protocol.version import agree
@@ -55,13 +57,18 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         model_fingerprint: str,
         layout_fingerprints: list[str],
         on_ended: Callable[[EndedOffer], None],
+        description: KVDescription | None = None,
     ) -> None:
         self.offers = offers
         self._peer_id = peer_id
         self._pool = pool
         self._connectors = dict(connectors)
-        self._model_fingerprint = model_fingerprint
-        self._layout_fingerprints = layout_fingerprints
+        self._names = KVNames(
+            model_fingerprint=model_fingerprint,
+            layout_fingerprints=tuple(layout_fingerprints),
+            description=description,
+            capabilities=OWN,
+        )
         self._on_ended = on_ended
         self._changed = asyncio.Event()
 
@@ -98,21 +105,19 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
                 self.settle()
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:
-        """Agree on a protocol version and tell what the pool is; refuses layouts and models that differ."""
+        """Agree on a protocol version and tell what the pool is; refuses whom its KV is of no use to."""
         try:
             version = agree(request.protocol_min, request.protocol_max, peer=request.peer_id)
             check_pools(OWN, capabilities_from_pb(request.capabilities), request.peer_id)
-            check_fingerprints(
-                (request.peer_id, request.model_fingerprint, list(request.layout_fingerprints)),
-                (self._peer_id, self._model_fingerprint, self._layout_fingerprints),
-            )
+            check_names((self._peer_id, self._names), (request.peer_id, names_from_pb(request)))
         except HandshakeRefused as exc:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, exc.message)
         return pb.HandshakeReply(
             peer_id=self._peer_id,
             protocol=version,
-            layout_fingerprints=self._layout_fingerprints,
-            model_fingerprint=self._model_fingerprint,
+            layout_fingerprints=self._names.layout_fingerprints,
+            model_fingerprint=self._names.model_fingerprint,
+            kv=description_to_pb(self._names.description),
             num_blocks=self._pool.shape.num_blocks,
             block_bytes=self._pool.shape.block_bytes,
             connectors=[
@@ -170,16 +175,17 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
             yield chunk
 
 
-def check_fingerprints(asked: tuple[str, str, list[str]], own: tuple[str, str, list[str]]) -> None:
-    """Raise HandshakeRefused, naming both sides' values, when two (peer id, model, layouts) cannot exchange KV."""
-    for what, theirs, ours, made_of in (
-        ("model fingerprints", asked[1], own[1], "model, dtype, quantization and kv-cache-dtype"),
-        ("layout fingerprints", ", ".join(asked[2]), ", ".join(own[2]), "backend, dtype and block size"),
-    ):
-        if theirs and ours and theirs != ours:
-            raise HandshakeRefused(
-                f"{what} differ: {asked[0]} has [{theirs}], {own[0]} has [{ours}]; run both with the same {made_of}"
-            )
+def check_names(source: tuple[str, KVNames], target: tuple[str, KVNames]) -> Exchange:
+    """Say how blocks get from one (peer id, names) to another. Raises HandshakeRefused, naming both sides' values."""
+    (source_id, ours), (target_id, theirs) = source, target
+    if not (ours.model_fingerprint and theirs.model_fingerprint):
+        theirs = replace(theirs, model_fingerprint=ours.model_fingerprint)
+    if not (ours.layout_fingerprints and theirs.layout_fingerprints):
+        theirs = replace(theirs, layout_fingerprints=ours.layout_fingerprints)
+    try:
+        return exchange(ours, theirs)
+    except HandshakeRefused as exc:
+        raise HandshakeRefused(f"{target_id} cannot use KV of {source_id}: {exc.message}") from exc
 
 
 def check_pools(owner: Capabilities, reader: Capabilities, peer_id: str) -> None:

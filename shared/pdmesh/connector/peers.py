@@ -27,6 +27,7 @@ from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, open_stub
 from pdmesh.errors import MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.capabilities import capabilities_from_pb
+from pdmesh.protocol.exchange import KVDescription
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import RENEW_INTERVAL_S
 from pdmesh.protocol.transfers import Begin, Begun, End, Ended, begin_to_pb, begun_from_pb, end_to_pb, ended_from_pb
@@ -68,6 +69,7 @@ class PeerDirectory:
         detach: Detach,
         *,
         block_bytes: list[int] | None = None,
+        description: KVDescription | None = None,
     ) -> None:
         self._greeter = Greeter(
             peer_id,
@@ -77,6 +79,7 @@ class PeerDirectory:
             layout_fingerprints,
             attach,
             block_bytes=block_bytes or [],
+            description=description,
         )
         self.fallbacks = self._greeter.fallbacks
         """Times a connector could not be used and the next one was, by the name of the one that could not."""
@@ -138,7 +141,7 @@ class PeerDirectory:
         Raises HandshakeRefused or PeerUnavailable.
         """
         try:
-            reply = await self._greeter.ask(peer.stub, peer.address, deadline_s)
+            reply = (await self._greeter.ask(peer.stub, peer.address, deadline_s)).reply
         except MeshError as exc:
             if not is_gone(exc):
                 raise
@@ -238,7 +241,8 @@ class PeerDirectory:
     async def _meet(self, address: str) -> Peer:
         channel, stub = open_stub(address, self._secret)
         try:
-            reply = await self._greeter.ask(stub, address)
+            greeting = await self._greeter.ask(stub, address)
+            reply = greeting.reply
             # It answers: whoever comes now waits for this meeting, which may take its time in the core.
             self._breakers.pop(address, None)
             if (known := self._by_id(reply.peer_id)) is not None:
@@ -247,7 +251,7 @@ class PeerDirectory:
                 self._known[address] = known
                 return known
             self._forget_other_epochs(reply.peer_id)
-            connector = await self._greeter.attach_first(address, reply)
+            connector = await self._greeter.attach_first(address, greeting)
         except BaseException:
             await channel.close(None)
             raise
@@ -259,6 +263,9 @@ class PeerDirectory:
             capabilities=capabilities_from_pb(reply.capabilities),
             num_blocks=reply.num_blocks,
             block_bytes=reply.block_bytes,
+            names=greeting.names,
+            exchange=greeting.exchange,
+            layouts=greeting.layouts,
             channel=channel,
             stub=stub,
         )
@@ -323,7 +330,7 @@ class PeerDirectory:
     async def _probe(self, peer: Peer) -> None:
         """Drop a peer that does not even shake hands, or is another by now."""
         try:
-            is_same = (await self._greeter.ask(peer.stub, peer.address)).peer_id == peer.peer_id
+            is_same = (await self._greeter.ask(peer.stub, peer.address)).reply.peer_id == peer.peer_id
         except MeshError as exc:
             log.warning("%s is given up: %s", peer.peer_id, exc.message)
             is_same = False

@@ -17,6 +17,7 @@ from pdmesh.connector.pool import KVPool
 from pdmesh.engine.batch_defaults import DeviceInfo
 from pdmesh.engine.compute_threads import Place
 from pdmesh.engine.step_logits import StepLogits
+from pdmesh.protocol.layout import Layout
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,8 @@ class KVGroupSpec:
     """Names the layout inside a block (SHA-256 prefix over kind, layers, heads, head_dim, dtype, block size, packing)."""
     item_dtype: str = ""
     """Of keys and values: the model's, or int8."""
+    layout: Layout | None = None
+    """What `fingerprint` names, where other engines may convert it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,8 @@ class ModelInfo:
 
     fingerprint: str
     """Weights, dtype, rope, quantisation: engines with equal ones compute the same KV."""
+    weights_fingerprint: str = ""
+    """The same without the dtypes of numbers and of KV: engines with equal ones compute the same KV but for rounding."""
     groups: tuple[KVGroupSpec, ...]
     max_model_len: int
     """The model's own limit, tokens."""

@@ -16,7 +16,7 @@ from pdmesh.models.checkpoint import open_checkpoint
 from pdmesh.models.checkpoint_quantization import already_quantised
 from pdmesh.models.cpu_program import CpuProgram
 from pdmesh.models.cpu_weights import CpuWeights, load_cpu_weights
-from pdmesh.models.fingerprint import model_fingerprint, with_kv_cache
+from pdmesh.models.fingerprint import fingerprints, with_kv_cache
 from pdmesh.models.kv_cache_dtype import KVCacheDtype
 from pdmesh.models.kv_layout import CPU_PACKING, KVLayout, plan_layouts
 from pdmesh.models.model_config import ModelConfig
@@ -86,17 +86,15 @@ class CpuBackend(Backend):
                 )
             if self._quantization is not Quantization.NONE and checkpoint.reader.is_quantised:
                 raise already_quantised(model, self._quantization.value)
-            numbers = (
-                dtype_name if self._quantization is Quantization.NONE else f"{dtype_name} {self._quantization.value}"
-            )
-            fingerprint = model_fingerprint(config, checkpoint.reader.stored_regions(), numbers)
+            quantization = "" if self._quantization is Quantization.NONE else self._quantization.value
+            names = fingerprints(config, checkpoint.reader.stored_regions(), dtype_name, quantization)
             self._weights = load_cpu_weights(
                 self._library,
                 config,
                 checkpoint.reader,
                 dtype_name,
                 self._quantization,
-                fingerprint,
+                names.model,
                 self._pool.num_threads,
                 progress.of_weights(),
             )
@@ -106,7 +104,7 @@ class CpuBackend(Backend):
             "loaded %s: %s, %s, %d KV groups in %s, %s, %d threads, %.2f s",
             model,
             config.architecture,
-            numbers,
+            f"{dtype_name} {quantization}".rstrip(),
             len(self._layouts),
             self._layouts[0].dtype,
             self.instruction_set,
@@ -114,7 +112,8 @@ class CpuBackend(Backend):
             time.monotonic() - started,
         )
         return ModelInfo(
-            fingerprint=with_kv_cache(fingerprint, self._kv_cache_dtype),
+            fingerprint=with_kv_cache(names.model, self._kv_cache_dtype),
+            weights_fingerprint=names.weights,
             groups=tuple(layout.spec() for layout in self._layouts),
             max_model_len=config.max_positions,
             vocab_size=config.vocab_size,

@@ -58,7 +58,8 @@ class TorchBackend(Backend):
             loaded.duration_s,
         )
         return ModelInfo(
-            fingerprint=loaded.fingerprint,
+            fingerprint=loaded.fingerprints.model,
+            weights_fingerprint=loaded.fingerprints.weights,
             groups=tuple(layout.spec() for layout in self._layouts),
             max_model_len=config.max_positions,
             vocab_size=config.vocab_size,

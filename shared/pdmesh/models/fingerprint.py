@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
@@ -20,24 +20,42 @@ SAMPLE_BYTES = 4 << 10
 IRRELEVANT_FIELDS = {"max_positions"}
 
 
-def model_fingerprint(config: ModelConfig, regions: Iterable[TensorRegion], dtype: str) -> str:
-    """Return 32 hex characters of SHA-256 over configuration, `dtype` and the weights; the files' names do not count."""
-    digest = hashlib.sha256()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprints:
+    """Two names of a loaded model, each 32 hex characters of SHA-256; the files' names do not count."""
+
+    model: str
+    """Configuration, dtype, quantisation and weights: equal ones compute the same numbers."""
+    weights: str
+    """The same without the dtype: equal ones compute the same numbers but for rounding."""
+
+
+def fingerprints(
+    config: ModelConfig, regions: Iterable[TensorRegion], dtype: str, quantization: str = ""
+) -> Fingerprints:
+    """Name what is computed in `dtype`; `quantization` is what the engine does to the checkpoint's weights."""
     fields = {key: value for key, value in asdict(config).items() if key not in IRRELEVANT_FIELDS}
-    digest.update(json.dumps([fields, dtype], sort_keys=True, default=_plain).encode())
+    digests = [
+        hashlib.sha256(json.dumps([fields, numbers], sort_keys=True, default=_plain).encode())
+        for numbers in (f"{dtype} {quantization}".rstrip(), f"any {quantization}".rstrip())
+    ]
     files: dict[Path, BinaryIO] = {}
     try:
         for region in sorted(regions, key=lambda region: region.name):
-            digest.update(json.dumps([region.name, region.encoding, region.shape, region.num_bytes]).encode())
+            parts = [json.dumps([region.name, region.encoding, region.shape, region.num_bytes]).encode()]
             if region.path not in files:
                 files[region.path] = region.path.open("rb")
             for offset, num_bytes in _samples(region.num_bytes):
                 files[region.path].seek(region.offset + offset)
-                digest.update(files[region.path].read(num_bytes))
+                parts.append(files[region.path].read(num_bytes))
+            for digest in digests:
+                for part in parts:
+                    digest.update(part)
     finally:
         for file in files.values():
             file.close()
-    return digest.hexdigest()[:32]
+    model, weights = (digest.hexdigest()[:32] for digest in digests)
+    return Fingerprints(model=model, weights=weights)
 
 
 def with_kv_cache(fingerprint: str, kv_cache_dtype: KVCacheDtype) -> str:

@@ -9,20 +9,15 @@ from numpy.typing import NDArray
 
 from pdmesh.errors import HandshakeRefused
 from pdmesh.models.kv_items import HELD_AS, convert_items
-from pdmesh.models.kv_layout import CPU_ITEM_TYPES, CPU_PACKING, ITEM_BYTES, PACKING, KVLayout
+from pdmesh.protocol.layout import CPU_PACKING, Layout, incompatibility
 from pdmesh.protocol.token_pieces import blocks_of, map_tokens
 from pdmesh_kernels.cpu.kv_layout import KVItems
-
-DTYPES = {PACKING: ITEM_BYTES.keys(), CPU_PACKING: CPU_ITEM_TYPES.keys()}
-"""What each packing can hold."""
-# What must be the same because the model is; all else can be converted.
-OF_THE_MODEL = ("layers", "window", "num_layers", "num_kv_heads", "head_dim")
 
 
 def convert(
     blocks: NDArray[np.uint8],
-    source: KVLayout,
-    target: KVLayout,
+    source: Layout,
+    target: Layout,
     *,
     tokens: range | None = None,
     first_block: int = 0,
@@ -60,20 +55,7 @@ def convert(
     return pack(convert_items(moved, source.dtype, target.dtype), target)
 
 
-def incompatibility(source: KVLayout, target: KVLayout) -> str | None:
-    """Say why blocks of `source` cannot become blocks of `target`, with what either end has; None when they can."""
-    for layout in (source, target):
-        if layout.dtype not in DTYPES.get(layout.packing, ()):
-            return f"no conversion is known for dtype {layout.dtype!r} in packing {layout.packing!r}"
-    differing = [
-        f"{name} is {theirs} in the source and {ours} in the target"
-        for name in OF_THE_MODEL
-        if (theirs := getattr(source, name)) != (ours := getattr(target, name))
-    ]
-    return f"KV blocks of different models: {', '.join(differing)}" if differing else None
-
-
-def unpack(blocks: NDArray[np.uint8], layout: KVLayout) -> KVItems:
+def unpack(blocks: NDArray[np.uint8], layout: Layout) -> KVItems:
     """Return copies of the items in `blocks` [N, at least block_bytes], as `HELD_AS` has them."""
     if layout.packing == CPU_PACKING:
         return layout.cpu_layout().unpack(blocks)
@@ -84,7 +66,7 @@ def unpack(blocks: NDArray[np.uint8], layout: KVLayout) -> KVItems:
     return KVItems(items=items.reshape(len(blocks), *layout.block_shape), scales=None)
 
 
-def pack(items: KVItems, layout: KVLayout) -> NDArray[np.uint8]:
+def pack(items: KVItems, layout: Layout) -> NDArray[np.uint8]:
     """Return new blocks [N, block_bytes] that hold the items, whose dtype is the layout's."""
     blocks = np.zeros((len(items.items), layout.block_bytes), np.uint8)
     if layout.packing == CPU_PACKING:

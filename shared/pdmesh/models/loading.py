@@ -10,14 +10,14 @@ from pdmesh.errors import ConfigError
 from pdmesh.models.checkpoint import open_checkpoint
 from pdmesh.models.decoder import DecoderModel
 from pdmesh.models.decoder_weights import DecoderWeights
-from pdmesh.models.fingerprint import model_fingerprint
+from pdmesh.models.fingerprint import Fingerprints, fingerprints
 from pdmesh.models.weights import fill
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     model: DecoderModel
-    fingerprint: str
+    fingerprints: Fingerprints
     eos_token_ids: tuple[int, ...]
     duration_s: float
 
@@ -37,5 +37,5 @@ def load_model(name: str, dtype: torch.dtype, report: Callable[[float], None]) -
             raise ConfigError(
                 f"{checkpoint.path}: not enough memory for the weights; use a smaller model or --dtype"
             ) from exc
-        fingerprint = model_fingerprint(config, reader.stored_regions(), str(dtype).removeprefix("torch."))
-    return LoadedModel(DecoderModel(config, weights), fingerprint, checkpoint.eos_token_ids, time.monotonic() - started)
+        names = fingerprints(config, reader.stored_regions(), str(dtype).removeprefix("torch."))
+    return LoadedModel(DecoderModel(config, weights), names, checkpoint.eos_token_ids, time.monotonic() - started)

@@ -31,6 +31,8 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
 
 
 FIRST = Versions(1, 1)
+NONE = Versions(0, 0)
+"""Of what a peer of protocol version 1 does not have."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,11 +44,13 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Versions that it can read."""
     pool: Versions = FIRST
     """Layouts of a pool's memory (generation words, then blocks) that it has or can read."""
+    kv_convert: Versions = NONE
+    """Tables of packings and dtypes (`layout.DTYPES`) from which and to which it converts what it reads."""
 
 
 UNTOLD = Capabilities()
 """Of a peer that tells nothing."""
-OWN = Capabilities()
+OWN = Capabilities(kv_convert=Versions(1, 1))
 """What this release can."""
 
 

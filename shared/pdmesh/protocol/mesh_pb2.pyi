@@ -54,6 +54,7 @@ class EngineInfo(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     epoch: _builtins.int
     """new for each start of the process"""
@@ -84,6 +85,10 @@ class EngineInfo(_message.Message):
     def capabilities(self) -> _containers.RepeatedCompositeFieldContainer[Global___Capability]:
         """protocol 2; what is not named is that of the first release"""
 
+    @_builtins.property
+    def kv(self) -> Global___KVDescription:
+        """absent: it exchanges KV with equal fingerprints only"""
+
     def __init__(
         self,
         *,
@@ -104,14 +109,95 @@ class EngineInfo(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         capabilities: _abc.Iterable[Global___Capability] | None = ...,
+        kv: Global___KVDescription | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "capabilities", b"capabilities", "connectors", b"connectors", "engine_id", b"engine_id", "epoch", b"epoch", "layout_fingerprints", b"layout_fingerprints", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "capabilities", b"capabilities", "connectors", b"connectors", "engine_id", b"engine_id", "epoch", b"epoch", "kv", b"kv", "layout_fingerprints", b"layout_fingerprints", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineInfo: _TypeAlias = EngineInfo  # noqa: Y015
+
+@_typing.final
+class KVDescription(_message.Message):
+    """What the fingerprints name, for those whose fingerprints differ: a consumer may convert."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    LAYOUTS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    STAGING_BYTES_FIELD_NUMBER: _builtins.int
+    weights_fingerprint: _builtins.str
+    """model and weights, whatever the dtype"""
+    block_bytes: _builtins.int
+    staging_bytes: _builtins.int
+    """most bytes of a peer's blocks that it converts at a time; 0: it converts nothing"""
+    @_builtins.property
+    def layouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVLayout]:
+        """one per KV group"""
+
+    def __init__(
+        self,
+        *,
+        weights_fingerprint: _builtins.str = ...,
+        layouts: _abc.Iterable[Global___KVLayout] | None = ...,
+        block_bytes: _builtins.int = ...,
+        staging_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "layouts", b"layouts", "staging_bytes", b"staging_bytes", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVDescription: _TypeAlias = KVDescription  # noqa: Y015
+
+@_typing.final
+class KVLayout(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    PACKING_FIELD_NUMBER: _builtins.int
+    window: _builtins.int
+    """absent: full attention"""
+    num_layers: _builtins.int
+    """that a block has room for"""
+    num_kv_heads: _builtins.int
+    head_dim: _builtins.int
+    dtype: _builtins.str
+    block_size: _builtins.int
+    packing: _builtins.str
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        window: _builtins.int | None = ...,
+        num_layers: _builtins.int = ...,
+        num_kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        block_size: _builtins.int = ...,
+        packing: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "layers", b"layers", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "packing", b"packing", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
+    _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
+
+Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
 
 @_typing.final
 class Capability(_message.Message):
@@ -723,6 +809,7 @@ class HandshakeRequest(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     """engine_id@epoch of the caller"""
     protocol_min: _builtins.int
@@ -736,6 +823,8 @@ class HandshakeRequest(_message.Message):
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedCompositeFieldContainer[Global___Capability]: ...
+    @_builtins.property
+    def kv(self) -> Global___KVDescription: ...
     def __init__(
         self,
         *,
@@ -746,10 +835,11 @@ class HandshakeRequest(_message.Message):
         model_fingerprint: _builtins.str = ...,
         block_bytes: _abc.Iterable[_builtins.int] | None = ...,
         capabilities: _abc.Iterable[Global___Capability] | None = ...,
+        kv: Global___KVDescription | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "capabilities", b"capabilities", "layout_fingerprints", b"layout_fingerprints", "model_fingerprint", b"model_fingerprint", "peer_id", b"peer_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "capabilities", b"capabilities", "kv", b"kv", "layout_fingerprints", b"layout_fingerprints", "model_fingerprint", b"model_fingerprint", "peer_id", b"peer_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -767,6 +857,7 @@ class HandshakeReply(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     CONNECTORS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     protocol: _builtins.int
     """the version both will speak"""
@@ -779,6 +870,8 @@ class HandshakeReply(_message.Message):
     def connectors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConnectorMetadata]: ...
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedCompositeFieldContainer[Global___Capability]: ...
+    @_builtins.property
+    def kv(self) -> Global___KVDescription: ...
     def __init__(
         self,
         *,
@@ -790,10 +883,11 @@ class HandshakeReply(_message.Message):
         block_bytes: _builtins.int = ...,
         connectors: _abc.Iterable[Global___ConnectorMetadata] | None = ...,
         capabilities: _abc.Iterable[Global___Capability] | None = ...,
+        kv: Global___KVDescription | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "capabilities", b"capabilities", "connectors", b"connectors", "layout_fingerprints", b"layout_fingerprints", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "capabilities", b"capabilities", "connectors", b"connectors", "kv", b"kv", "layout_fingerprints", b"layout_fingerprints", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
