@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from pdmesh.models.checkpoint import open_checkpoint
 from pdmesh.models.cpu_weights import load_cpu_weights
-from pdmesh.models.fingerprint import SAMPLE_BYTES, WHOLE_BYTES, model_fingerprint
+from pdmesh.models.fingerprint import SAMPLE_BYTES, WHOLE_BYTES, fingerprints
 from pdmesh.models.weight_formats import Quantization
 from pdmesh_kernels.cpu.library import load
 from pdmesh_kernels.cpu.packing import unpack_row

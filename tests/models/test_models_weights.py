@@ -104,7 +104,9 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 
 def test_equal_files_have_equal_fingerprints_wherever_they_lie(tmp_path: Path) -> None:
-    assert load(make_tiny("llama", tmp_path / "a")).fingerprints.model == load(make_tiny("llama", tmp_path / "b")).fingerprints.model
+    assert (
+        load(make_tiny("llama", tmp_path / "a")).fingerprints == load(make_tiny("llama", tmp_path / "b")).fingerprints
+    )
 
 
 def test_fingerprints_differ_by_weights_dtype_rope_and_encoding(tmp_path: Path) -> None:
@@ -117,6 +119,14 @@ def test_fingerprints_differ_by_weights_dtype_rope_and_encoding(tmp_path: Path) 
     found.append(load(folder).fingerprints.model)
     assert len(set(found)) == len(found)
     assert all(len(fingerprint) == 32 for fingerprint in found)
+
+
+def test_weights_have_one_fingerprint_in_all_dtypes(tmp_path: Path) -> None:
+    folder = make_tiny("llama_tied", tmp_path / "llama")
+    wide, narrow = (load(folder, dtype).fingerprints for dtype in (torch.float32, torch.bfloat16))
+    assert wide.weights == narrow.weights
+    assert wide.model != narrow.model
+    assert load(make_tiny("llama_tied", tmp_path / "other", seed=1)).fingerprints.weights != wide.weights
 
 
 def test_how_far_one_may_compute_is_not_in_the_fingerprint(tmp_path: Path) -> None:

@@ -15,13 +15,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock
 
+import msgspec
 import psutil
 import pytest
 
 from pdmesh.config import load_config
 from pdmesh.errors import ConfigError, InternalError
+from pdmesh.protocol.exchange import KVDescription
+from pdmesh.protocol.layout import Layout
 from pdmesh.supervisor import keeper as keeper_module
 from pdmesh.supervisor.child import Child
 from pdmesh.supervisor.config import UpConfig
@@ -397,6 +401,37 @@ def test_a_differing_fingerprint_is_told_by_the_settings_that_are_in_it() -> Non
     ):
         (line,) = unpaired({"prefill-1": facts}, {"decode-1": facts | changed})
         assert words in line
+
+
+def test_engines_that_convert_are_named_with_what_differs() -> None:
+    def facts(**changes: Any) -> dict[str, object]:
+        layout = Layout(
+            layers=(0,), window=None, num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_size=32
+        )
+        layout = replace(layout, **changes)
+        description = KVDescription(
+            weights_fingerprint="w", layouts=(layout,), block_bytes=layout.block_bytes, staging_bytes=1 << 20
+        )
+        told: dict[str, object] = {
+            "block_size": layout.block_size,
+            "kv_dtype": layout.dtype,
+            "layout": layout.fingerprint,
+        }
+        told |= {"model_fingerprint": layout.dtype, "kv": msgspec.to_builtins(description), "connectors": ["shm"]}
+        return told
+
+    (line,) = unpaired({"prefill-1": facts(block_size=16)}, {"decode-1": facts()})
+    assert line == (
+        "note: prefill-1 hands over to decode-1 by conversion: block size 16 and 32 differ; tokens are the same"
+    )
+    (line,) = unpaired({"prefill-1": facts()}, {"decode-1": facts(dtype="bfloat16")})
+    assert "by conversion: KV cache's dtype float32 and bfloat16 differ; numbers are rounded" in line
+    (line,) = unpaired({"prefill-1": facts(head_dim=4)}, {"decode-1": facts()})
+    assert "warning: prefill-1 cannot hand over to decode-1: KV layout" in line
+    (line,) = unpaired({"prefill-1": facts(block_size=16)}, {"decode-1": facts() | {"connectors": ["nixl"]}})
+    assert (
+        "cannot hand over to decode-1: block size 16 and 32 differ; connectors shm and nixl have none in common" in line
+    )
 
 
 def test_engines_that_fell_back_to_pytorch_are_named_once(runtime: RuntimeFolder, news: list[str]) -> None:

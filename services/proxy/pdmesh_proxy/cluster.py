@@ -1,7 +1,7 @@
 """All engines of the mesh as this proxy knows them: endpoints come and go with discovery, `view()` is the router's picture.
 
-Which model. All engines must serve the same weights, or a request that is resumed would change its mind. The model in use
-is that of the first engine that answered; when no engine serves it any more, the one most engines serve takes over.
+Which model. The model in use is that of the first engine that answered, as `model_choice` has it; engines with another are not
+used.
 """
 
 import asyncio
@@ -13,14 +13,15 @@ from typing import Any, Self
 
 from pdmesh.errors import PeerUnavailable
 from pdmesh.openai.generator import ModelCard
-from pdmesh.protocol.capabilities import capabilities_from_pb
+from pdmesh.protocol.exchange import Exchange, KVNames
 from pdmesh.security import MeshSecret
 from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.discovery import Addresses, Discovery, Listed
 from pdmesh_proxy.endpoint import Endpoint
 from pdmesh_proxy.engine_session import EngineSession, SessionSettings
 from pdmesh_proxy.metrics import ProxyMetrics
-from pdmesh_proxy.router import compatible, incompatibility
+from pdmesh_proxy.model_choice import Candidate, choose_model, serves
+from pdmesh_proxy.pairs import conversion, exchange_of, incompatibility
 from pdmesh_proxy.view import ClusterView, EngineView
 
 log = logging.getLogger(__name__)
@@ -50,12 +51,12 @@ class Cluster:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._num_used = 0
-        self._fingerprint = ""
-        """The model in use; empty until an engine has answered."""
+        self._served: KVNames | None = None
+        """The model in use; None until an engine has answered."""
         self._refused: dict[str, str] = {}
         """Address -> process there with another model, already logged."""
-        self._unpaired: set[tuple[str, str]] = set()
-        """Prefill and decode processes that cannot exchange KV, already logged."""
+        self._unlike: set[tuple[str, str]] = set()
+        """Prefill and decode processes that cannot exchange KV as it is, already logged."""
         self._model_name = ""
         self._max_model_len = 0
         self._vocab_size = 0
@@ -83,7 +84,7 @@ class Cluster:
         engines: dict[str, EngineView] = {}
         for endpoint in self._endpoints.values():
             session = endpoint.session
-            if session is not None and not session.broken and self._serves(session):
+            if session is not None and not session.broken and self._serves(endpoint, session):
                 # One process reached under two addresses is one engine.
                 engines.setdefault(session.peer_id, _engine_view(endpoint, session))
         return ClusterView(
@@ -116,7 +117,7 @@ class Cluster:
 
     def card(self, created_s: int) -> ModelCard:
         """Describe the model in use. Raises PeerUnavailable while no engine has ever answered."""
-        if not self._fingerprint:
+        if self._served is None:
             raise PeerUnavailable("no engine has answered yet, so the model is not known", retry_after_s=1)
         return ModelCard(
             name=self._config.served_model_name or self._model_name,
@@ -168,10 +169,13 @@ class Cluster:
             log.error("a task of the cluster ended by a defect", exc_info=exc)
 
     def _on_change(self) -> None:
-        known = [endpoint.session for endpoint in self._endpoints.values() if endpoint.session is not None]
-        sessions = [session for session in known if not session.broken]
+        sessions = [
+            (endpoint, endpoint.session)
+            for endpoint in self._endpoints.values()
+            if endpoint.session is not None and not endpoint.session.broken
+        ]
         self._choose_model(sessions)
-        serving = [session for session in sessions if self._serves(session)]
+        serving = [session for endpoint, session in sessions if self._serves(endpoint, session)]
         if serving:
             self._max_model_len = min(session.info.max_model_len for session in serving)
             self._vocab_size = serving[0].info.vocab_size
@@ -180,7 +184,7 @@ class Cluster:
         for role in (ROLE_PREFILL, ROLE_DECODE, ROLE_BOTH):
             self._metrics.engines.labels(role).set(roles[role])
         self._metrics.engines_refused.set(len(sessions) - len(serving))
-        self._warn_of_unpaired()
+        self._tell_of_unlike()
         if not self._is_settled():
             self._discovery.hurry()
         changed, self._changed = self._changed, asyncio.Event()
@@ -191,44 +195,61 @@ class Cluster:
         sessions = [endpoint.session for endpoint in self._endpoints.values()]
         return bool(sessions) and all(session is not None and not session.broken for session in sessions)
 
-    def _choose_model(self, sessions: list[EngineSession]) -> None:
-        votes = Counter(session.info.model_fingerprint for session in sessions)
-        if votes and self._fingerprint not in votes:
-            self._fingerprint = votes.most_common(1)[0][0]
+    def _choose_model(self, sessions: list[tuple[Endpoint, EngineSession]]) -> None:
+        before, candidates = self._served, [_candidate(endpoint, session) for endpoint, session in sessions]
+        self._served = choose_model(before, candidates)
+        if self._served is None:
+            return
+        if before is None or before.model_fingerprint != self._served.model_fingerprint:
             self._refused.clear()
-        for session in sessions:
-            if not self._serves(session) and self._refused.get(session.address) != session.peer_id:
+        for endpoint, session in sessions:
+            if not self._serves(endpoint, session) and self._refused.get(session.address) != session.peer_id:
                 self._refused[session.address] = session.peer_id
                 log.warning(
-                    "engine %s at %s is not used: it serves %s (%s), the mesh serves %s (%s); model, dtype, quantization and "
-                    "kv-cache-dtype must be the same",
+                    "engine %s at %s is not used: it serves %s (%s), the mesh serves %s (%s); model and quantization must be the "
+                    "same, and between engines that decode dtype and kv-cache-dtype too",
                     session.info.engine_id,
                     session.address,
                     session.info.model,
                     session.info.model_fingerprint,
                     self._model_name,
-                    self._fingerprint,
+                    self._served.model_fingerprint,
                 )
 
-    def _warn_of_unpaired(self) -> None:
-        """Say once of each two processes that they cannot disaggregate: requests are served all the same."""
+    def _tell_of_unlike(self) -> None:
+        """Say once of each two processes that they cannot disaggregate, or not as they are: requests are served all the same."""
         engines = self.view().engines
-        unpaired = {
+        pairs = {
             (prefill.peer_id, decode.peer_id): (prefill, decode)
             for prefill in engines
             for decode in engines
             if prefill.can_prefill and decode.can_decode and prefill.peer_id != decode.peer_id
-            if not compatible(prefill, decode)
         }
-        for pair in unpaired.keys() - self._unpaired:
-            prefill, decode = unpaired[pair]
-            log.warning(
-                "%s cannot hand over to %s: %s", prefill.engine_id, decode.engine_id, incompatibility(prefill, decode)
-            )
-        self._unpaired = set(unpaired)
+        unlike = {pair: kind for pair, ends in pairs.items() if (kind := exchange_of(*ends)) is not Exchange.BYTES}
+        for pair in unlike.keys() - self._unlike:
+            prefill, decode = pairs[pair]
+            if unlike[pair] is None:
+                log.warning(
+                    "%s cannot hand over to %s: %s",
+                    prefill.engine_id,
+                    decode.engine_id,
+                    incompatibility(prefill, decode),
+                )
+            else:
+                log.warning(
+                    "%s hands over to %s by conversion: %s",
+                    prefill.engine_id,
+                    decode.engine_id,
+                    conversion(prefill, decode),
+                )
+        self._unlike = set(unlike)
 
-    def _serves(self, session: EngineSession) -> bool:
-        return session.info.model_fingerprint == self._fingerprint
+    def _serves(self, endpoint: Endpoint, session: EngineSession) -> bool:
+        return serves(_candidate(endpoint, session), self._served)
+
+
+def _candidate(endpoint: Endpoint, session: EngineSession) -> Candidate:
+    return Candidate(names=session.names, can_decode=_roles(endpoint.listed, session.info.role)[1])
 
 
 def _engine_view(endpoint: Endpoint, session: EngineSession) -> EngineView:
@@ -246,7 +267,8 @@ def _engine_view(endpoint: Endpoint, session: EngineSession) -> EngineView:
         connectors=frozenset(info.connectors),
         protocol_min=info.protocol_min,
         protocol_max=info.protocol_max,
-        capabilities=capabilities_from_pb(info.capabilities),
+        capabilities=session.names.capabilities,
+        description=session.names.description,
         draining=load.draining or session.closing,
         resting=endpoint.resting,
         num_sequences=max(session.num_sequences, load.num_running + load.num_waiting),

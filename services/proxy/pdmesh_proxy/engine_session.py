@@ -18,6 +18,7 @@ from pdmesh.channels import OWN_CONNECTION, open_channel
 from pdmesh.errors import Draining, MeshError, PeerUnavailable
 from pdmesh.openai.intake.size import num_listed_ids
 from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol.exchange import names_from_pb
 from pdmesh.protocol.mesh_pb2_grpc import EngineStub
 from pdmesh.protocol.messages import GenerateRequest
 from pdmesh.protocol.ticket import unseal
@@ -70,6 +71,7 @@ class EngineSession:
         on_change: Callable[[], None],
     ) -> None:
         self.address, self.session_id, self.info = address, session_id, info
+        self.names = names_from_pb(info)
         self.num_sequences = 0
         """Choices that run here for this proxy."""
         self.waiting_tokens = 0

@@ -17,12 +17,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdmesh.openai.generator import BEAM_SEARCH
-from pdmesh.protocol.capabilities import handoff_obstacle
+from pdmesh.protocol.exchange import Exchange
+from pdmesh_proxy.pairs import compatible, exchange_of
 from pdmesh_proxy.view import ClusterView, EngineView
 
 # An assumption, not a measurement: only the order of engines depends on it. One more sequence in every step is taken to
 # cost a request over its life what computing this many prompt tokens costs once.
 SEQUENCE_COST_TOKENS = 32
+# Converting so many tokens' KV takes about as long as computing one: see docs/architecture.md.
+TOKENS_CONVERTED_PER_COMPUTED = 16
 # Above this an engine is about to preempt, which costs more than any queue.
 KV_PRESSURE = 0.95
 
@@ -78,6 +81,8 @@ class RequestFacts:
     """Process (`peer_id`) with a live offer of the prompt's KV."""
     model_fingerprint: str = ""
     """Not empty: the model that produced the tokens emitted so far."""
+    weights_fingerprint: str = ""
+    """Of that model, whatever the dtype; empty when it is not known."""
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     """peer_id -> leading prompt tokens it probably holds."""
     excluded: frozenset[str] = frozenset()
@@ -130,33 +135,6 @@ def route(facts: RequestFacts, view: ClusterView, *, pd_min_prompt_tokens: int) 
     return _pair(facts, prefills, decodes)
 
 
-def compatible(prefill: EngineView, decode: EngineView) -> bool:
-    """Whether `decode` can fetch KV from `prefill`, by what both said of themselves."""
-    return (
-        prefill.peer_id != decode.peer_id
-        and prefill.model_fingerprint == decode.model_fingerprint
-        and prefill.layout_fingerprints == decode.layout_fingerprints
-        and not prefill.connectors.isdisjoint(decode.connectors)
-        and max(prefill.protocol_min, decode.protocol_min) <= min(prefill.protocol_max, decode.protocol_max)
-        and not handoff_obstacle(prefill.capabilities, decode.capabilities)
-    )
-
-
-def incompatibility(prefill: EngineView, decode: EngineView) -> str:
-    """What of these two that are not `compatible` differs."""
-    differing = {
-        "models": (prefill.model_fingerprint, decode.model_fingerprint),
-        "KV layouts (block size, dtype, backend)": (prefill.layout_fingerprints, decode.layout_fingerprints),
-    }
-    found = [f"their {what} differ ({one} and {other})" for what, (one, other) in differing.items() if one != other]
-    if prefill.connectors.isdisjoint(decode.connectors):
-        ours, theirs = (",".join(sorted(engine.connectors)) for engine in (prefill, decode))
-        found.append(f"they have no connector in common ({ours} and {theirs})")
-    if obstacle := handoff_obstacle(prefill.capabilities, decode.capabilities):
-        found.append(obstacle)
-    return "; ".join(found) or "their protocol versions differ"
-
-
 def _usable(engine: EngineView, facts: RequestFacts) -> bool:
     return _alive(engine, facts) and engine.session_id not in facts.excluded
 
@@ -168,7 +146,9 @@ def _awake(engines: list[EngineView]) -> list[EngineView]:
 
 def _alive(engine: EngineView, facts: RequestFacts) -> bool:
     """Whether a request that has failed nowhere could use it."""
-    return not engine.draining and facts.model_fingerprint in ("", engine.model_fingerprint)
+    same_model = facts.model_fingerprint in ("", engine.model_fingerprint)
+    same_weights = "" != facts.weights_fingerprint == engine.weights_fingerprint
+    return not engine.draining and (same_model or same_weights)
 
 
 def _any_pair(prefills: list[EngineView], decodes: list[EngineView]) -> bool:
@@ -181,8 +161,8 @@ def _go_on(
     """After prefill: fetch the offered KV where that is possible, else go on from prompt and tokens."""
     owner = view.by_peer(facts.offer_owner) if facts.offer_owner else None
     takers = [engine for engine in decodes if owner is not None and compatible(owner, engine)]
-    if takers:
-        return Decision(prefill=None, decode=_cheapest(_awake(takers), _decode_cost), reason=Reason.HANDOFF)
+    if owner is not None and takers:
+        return Decision(prefill=None, decode=_taker(facts, owner, _awake(takers)), reason=Reason.HANDOFF)
     if not decodes and view.wants_decode:
         return _whole(facts, _awake(prefills), _why_no_decode(facts, view))
     return _whole(facts, _awake(decodes or prefills), Reason.RESUMED)
@@ -216,9 +196,31 @@ def _why_no_pair(
 def _pair(facts: RequestFacts, prefills: list[EngineView], decodes: list[EngineView]) -> Decision:
     """The cheapest prefill that some decode can fetch from; decode is chosen anew when prefill is done."""
     paired = [engine for engine in prefills if any(compatible(engine, decode) for decode in decodes)]
-    prefill = _cheapest(paired, _prefill_cost(facts))
+    own_cost = _prefill_cost(facts)
+
+    def kinds(engine: EngineView) -> list[Exchange]:
+        return [kind for decode in decodes if (kind := exchange_of(engine, decode)) is not None]
+
+    prefill = _cheapest(
+        paired,
+        lambda engine: own_cost(engine) + _conversion_cost(facts, min(kinds(engine))),
+        is_last_resort=lambda engine: min(kinds(engine)) is Exchange.ROUNDED,
+    )
     takers = [engine for engine in decodes if compatible(prefill, engine)]
-    return Decision(prefill=prefill, decode=_cheapest(takers, _decode_cost), reason=Reason.DISAGGREGATED)
+    return Decision(prefill=prefill, decode=_taker(facts, prefill, takers), reason=Reason.DISAGGREGATED)
+
+
+def _taker(facts: RequestFacts, owner: EngineView, takers: list[EngineView]) -> EngineView:
+    """The decode for KV of `owner`. One that takes it as it is, or to the same numbers, comes before those that round."""
+    return _cheapest(
+        takers,
+        lambda engine: _decode_cost(engine) + _conversion_cost(facts, exchange_of(owner, engine)),
+        is_last_resort=lambda engine: exchange_of(owner, engine) is Exchange.ROUNDED,
+    )
+
+
+def _conversion_cost(facts: RequestFacts, kind: Exchange | None) -> int:
+    return 0 if kind is Exchange.BYTES else facts.num_prompt_tokens // TOKENS_CONVERTED_PER_COMPUTED
 
 
 def _whole(facts: RequestFacts, engines: list[EngineView], reason: Reason) -> Decision | None:
@@ -239,5 +241,13 @@ def _decode_cost(engine: EngineView) -> int:
     return engine.waiting_tokens + SEQUENCE_COST_TOKENS * engine.num_sequences
 
 
-def _cheapest(engines: Iterable[EngineView], cost: Callable[[EngineView], int]) -> EngineView:
-    return min(engines, key=lambda engine: (engine.kv_usage > KV_PRESSURE, cost(engine), engine.last_used))
+def _cheapest(
+    engines: Iterable[EngineView],
+    cost: Callable[[EngineView], int],
+    *,
+    is_last_resort: Callable[[EngineView], bool] = lambda engine: False,
+) -> EngineView:
+    def order(engine: EngineView) -> tuple[bool, bool, int, int]:
+        return engine.kv_usage > KV_PRESSURE, is_last_resort(engine), cost(engine), engine.last_used
+
+    return min(engines, key=order)

@@ -86,7 +86,7 @@ class RunningRequest:
         """The router meant this request for prefill and decode."""
         self.kv_settled = False
         """Decode holds the KV, one way or another; what happens later is no hand-over failing."""
-        self.model_fingerprint = ""
+        self.model_fingerprint = self.weights_fingerprint = ""
         self.excluded: set[str] = set()
         self.num_retries = 0
         self.last_error: MeshError | None = None
@@ -126,6 +126,7 @@ class RunningRequest:
             preferred_engine=self.request.preferred_engine,
             offer_owner=self.offer.peer_id if self.offer is not None and self.offer.live else "",
             model_fingerprint=self.model_fingerprint,
+            weights_fingerprint=self.weights_fingerprint,
             cached_tokens=self.cached_on,
             excluded=frozenset(self.excluded),
         )
@@ -158,6 +159,7 @@ class RunningRequest:
             self._metrics.stages.labels(Stage.ROUTE).observe(now - self.arrived_s)
         self.current = CurrentLeg(kind=kind, engine=engine, endpoint=endpoint, leg=leg, sent_s=now)
         self.model_fingerprint = engine.model_fingerprint
+        self.weights_fingerprint = engine.weights_fingerprint
         if kind is LegKind.PREFILL:
             self.trace.prefill = engine.engine_id
         else:

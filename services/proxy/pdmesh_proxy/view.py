@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pdmesh.protocol.capabilities import UNTOLD, Capabilities
+from pdmesh.protocol.exchange import KVDescription, KVNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class EngineView:
     protocol_min: int
     protocol_max: int
     capabilities: Capabilities = UNTOLD
+    description: KVDescription | None = None
+    """What it tells of its KV beside the fingerprints."""
     draining: bool = False
     resting: bool = False
     """Failed several requests in a row: used where no other of its kind can be."""
@@ -39,6 +42,21 @@ class EngineView:
     def peer_id(self) -> str:
         """Name of the running process."""
         return f"{self.engine_id}@{self.epoch}"
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """Of its model whatever the dtype; empty when it does not say."""
+        return "" if self.description is None else self.description.weights_fingerprint
+
+    @property
+    def names(self) -> KVNames:
+        """All that decides with whom it can exchange KV, but for connectors."""
+        return KVNames(
+            model_fingerprint=self.model_fingerprint,
+            layout_fingerprints=self.layout_fingerprints,
+            description=self.description,
+            capabilities=self.capabilities,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ from pdmesh.engine.self_pull import SelfPulls
 from pdmesh.engine.sizing import Sizes, kv_groups, measure_pool_bytes, resolve_limits, resolve_sizes
 from pdmesh.errors import ConfigError, InternalError, MeshError
 from pdmesh.logging import setup_logging
+from pdmesh.protocol.layout import Layout
 from pdmesh.security import MeshSecret
 from pdmesh_kernels.cpu.library import LibraryError
 from pdmesh_kernels.sample_scan import Scanner, make_scanner
@@ -226,6 +227,8 @@ def _ready(
     return CoreReady(
         model_fingerprint=info.fingerprint,
         layout_fingerprints=[group.fingerprint for group in info.groups],
+        weights_fingerprint=info.weights_fingerprint,
+        layouts=_told_layouts(info),
         block_size=info.groups[0].block_size,
         num_blocks=sizes.num_blocks,
         block_bytes=pool.shape.block_bytes,
@@ -244,6 +247,12 @@ def _ready(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
+
+
+def _told_layouts(info: ModelInfo) -> list[Layout]:
+    """All groups' or none."""
+    layouts = [group.layout for group in info.groups if group.layout is not None]
+    return layouts if len(layouts) == len(info.groups) else []
 
 
 if __name__ == "__main__":

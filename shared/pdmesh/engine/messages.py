@@ -6,6 +6,8 @@ The server process never sees a tensor; the core never sees a socket to another 
 
 import msgspec
 
+from pdmesh.protocol.exchange import KVDescription
+from pdmesh.protocol.layout import Layout
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, GroupBlocks, KVSource
 
 # ---- server -> core ------------------------------------------------------------------------------
@@ -43,6 +45,8 @@ class ConnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     metadata: bytes
     num_blocks: int
     block_bytes: int
+    layouts: list[Layout] = []
+    """Of its blocks, where they are not those of the pool here."""
 
 
 class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -95,6 +99,12 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     eos_token_ids: list[int]
     connectors: dict[str, bytes]
     """Connector name -> metadata that consumers of this pool need."""
+    weights_fingerprint: str = ""
+    """Of the model, whatever the dtype."""
+    layouts: list[Layout] = []
+    """What the layout fingerprints name, where other engines may convert it; else empty."""
+    staging_bytes: int = 0
+    """Most bytes of a peer's blocks that are converted at a time; 0: those of other layouts are refused."""
     dtype: str
     kv_dtype: str = ""
     """Of keys and values in the pool: the model's, or int8."""
@@ -111,6 +121,18 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_num_seqs: int = 0
     """As resolved, when the configuration left it to the device; so is the next."""
     max_num_batched_tokens: int = 0
+
+    @property
+    def description(self) -> KVDescription | None:
+        """What is told to those whose fingerprints may differ."""
+        if not self.layouts:
+            return None
+        return KVDescription(
+            weights_fingerprint=self.weights_fingerprint,
+            layouts=tuple(self.layouts),
+            block_bytes=self.block_bytes,
+            staging_bytes=self.staging_bytes,
+        )
 
 
 class CoreProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -59,14 +59,16 @@ def exchange(source: KVNames, target: KVNames) -> Exchange:
         return Exchange.BYTES
     ours, theirs = source.description, target.description
     if not same_model and not have_same_weights(ours, theirs):
+        settings = "model and quantization" if ours and theirs else "model, dtype, quantization and kv-cache-dtype"
         raise HandshakeRefused(
-            f"their models differ ({source.model_fingerprint} and {target.model_fingerprint}): weights, quantization, or dtype "
-            "and kv-cache-dtype of an engine that does not convert"
+            f"their models differ ([{source.model_fingerprint}] and [{target.model_fingerprint}]); "
+            f"run both with the same {settings}"
         )
     if not same_layout and (obstacle := _obstacle(source, target)):
-        shown = (",".join(names.layout_fingerprints) for names in (source, target))
+        one, other = (", ".join(names.layout_fingerprints) for names in (source, target))
         raise HandshakeRefused(
-            f"their KV layouts (block size, dtype, backend) differ ({' and '.join(shown)}) and are not converted: {obstacle}"
+            f"their KV layouts (block size, dtype, backend) differ ([{one}] and [{other}]) and are not converted: "
+            f"{obstacle}; run both with the same backend, dtype and block size"
         )
     return Exchange.REPACKED if same_model else Exchange.ROUNDED
 

@@ -28,7 +28,7 @@ MOST = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A block of one group: an array [num_layers, num_kv_heads, 2 (K, V), block_size, head_dim] of `dtype`, laid out by `packing`."""
+    """A block of one group: [num_layers, num_kv_heads, 2 (K, V), block_size, head_dim] of `dtype`, in the order of `packing`."""
 
     layers: tuple[int, ...]
     """The model's layers whose keys and values it holds, in order."""

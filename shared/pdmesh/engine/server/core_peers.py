@@ -35,6 +35,7 @@ class CorePeers:
                 metadata=pool.metadata,
                 num_blocks=pool.num_blocks,
                 block_bytes=pool.block_bytes,
+                layouts=list(pool.layouts),
             )
         )
         try:

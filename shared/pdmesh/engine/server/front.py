@@ -9,6 +9,8 @@ import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from pdmesh.config import EngineConfig
 from pdmesh.connector.peers import PeerDirectory
 from pdmesh.engine.core_client import CoreClient
@@ -46,6 +48,7 @@ async def serve_front(
             core_peers.attach,
             core_peers.detach,
             block_bytes=[core.ready.block_bytes],
+            description=core.ready.description,
         ) as peers,
         _task_group() as tasks,
     ):
@@ -106,6 +109,7 @@ def _pairing_facts(core: CoreClient, config: EngineConfig) -> dict[str, object]:
         "kv_dtype": ready.kv_dtype,
         "block_size": ready.block_size,
         "layout": ",".join(ready.layout_fingerprints),
+        "kv": msgspec.to_builtins(ready.description),
         "connectors": [name for name in config.connector if name in ready.connectors],
     }
 

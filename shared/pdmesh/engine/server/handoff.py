@@ -52,6 +52,7 @@ class Handoff:
             model_fingerprint=ready.model_fingerprint,
             layout_fingerprints=ready.layout_fingerprints,
             on_ended=self._ended,
+            description=ready.description,
         )
         """Answers the peers that fetch; its `run` ends leases."""
 

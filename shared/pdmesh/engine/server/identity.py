@@ -11,6 +11,7 @@ from pdmesh.engine.messages import CoreReady
 from pdmesh.errors import ConfigError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.capabilities import OWN, capabilities_to_pb
+from pdmesh.protocol.exchange import description_to_pb
 from pdmesh.protocol.version import PROTOCOL_MIN, PROTOCOL_VERSION
 
 Role = Literal["prefill", "decode", "both"]
@@ -75,6 +76,7 @@ def describe(identity: Identity, ready: CoreReady, config: EngineConfig) -> pb.E
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_VERSION,
         capabilities=capabilities_to_pb(OWN),
+        kv=description_to_pb(ready.description),
         version=__version__,
         num_blocks=ready.num_blocks,
         max_num_batched_tokens=ready.max_num_batched_tokens,

@@ -4,6 +4,7 @@ What cannot be fetched ends in the failure policy here, before the core has seen
 same policy there. A ticket or parameters that nobody of this mesh made are refused outright.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from pdmesh.config import EngineConfig
@@ -18,6 +19,7 @@ from pdmesh.engine.server.requests import RunningRequest
 from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.engine.server.transfer_params import RemoteKV
 from pdmesh.errors import PeerError, PeerUnavailable, TransferFailed
+from pdmesh.protocol.exchange import KVNames
 from pdmesh.protocol.messages import GroupBlocks, KVSource
 from pdmesh.protocol.ticket import Ticket, unseal
 from pdmesh.protocol.transfers import Begun, OfferView
@@ -83,7 +85,9 @@ class Sources:
             is_owner=ticket.peer_id.__eq__,
             owner_name=ticket.peer_id,
         )
-        return await self._from_offer(target, ticket.offer_id, ticket.groups)
+        return await self._from_offer(
+            target, ticket.offer_id, ticket.groups, lambda peer: check_owner(ticket, peer.names)
+        )
 
     async def _from_peer(self, running: RunningRequest, remote: RemoteKV) -> KVSource:
         target = Target(
@@ -96,8 +100,15 @@ class Sources:
         )
         return await self._from_offer(target, remote.offer_id, remote.groups)
 
-    async def _from_offer(self, target: Target, offer_id: str, groups: list[GroupBlocks]) -> KVSource:
+    async def _from_offer(
+        self,
+        target: Target,
+        offer_id: str,
+        groups: list[GroupBlocks],
+        check: Callable[[Peer], None] = lambda peer: None,
+    ) -> KVSource:
         async def ask(peer: Peer, transfer_id: str) -> Begun:
+            check(peer)
             return await self._peers.begin(
                 peer,
                 transfer_id=transfer_id,
@@ -127,18 +138,32 @@ def check_ticket(ticket: Ticket, running: RunningRequest, ready: CoreReady) -> N
     request = running.request
     if ticket.digest != running.digest:
         raise TransferFailed("digest: the ticket was made for another request")
-    for what, theirs, ours in (
-        ("model_fingerprint", ticket.model_fingerprint, ready.model_fingerprint),
-        ("layout_fingerprints", ", ".join(ticket.layout_fingerprints), ", ".join(ready.layout_fingerprints)),
-        ("num_tokens", ticket.num_tokens, len(request.token_ids)),
-    ):
-        if theirs != ours:
-            raise TransferFailed(f"{what}: the ticket's owner has [{theirs}], this request needs [{ours}]")
+    if ready.description is None or not ready.staging_bytes:
+        # Else the owner's are in the handshake, which refuses what cannot be converted.
+        _check_alike(ticket, ready.model_fingerprint, ready.layout_fingerprints, "this request needs")
+    if ticket.num_tokens != len(request.token_ids):
+        raise TransferFailed(
+            f"num_tokens: the ticket's owner has [{ticket.num_tokens}], this request needs [{len(request.token_ids)}]"
+        )
     for place, choice in enumerate(request.choices):
         first = ticket.first_tokens.get(choice, [])
         emitted = request.emitted[place] if request.emitted else []
         if not first or emitted[: len(first)] != first:
             raise TransferFailed(f"first_tokens: choice {choice} does not go on after the token that prefill sampled")
+
+
+def check_owner(ticket: Ticket, owner: KVNames) -> None:
+    """Raise TransferFailed when the engine that answers at a ticket's address keeps other KV than the ticket says."""
+    _check_alike(ticket, owner.model_fingerprint, list(owner.layout_fingerprints), "it now has")
+
+
+def _check_alike(ticket: Ticket, model: str, layouts: list[str], whose: str) -> None:
+    for what, theirs, ours in (
+        ("model_fingerprint", ticket.model_fingerprint, model),
+        ("layout_fingerprints", ", ".join(ticket.layout_fingerprints), ", ".join(layouts)),
+    ):
+        if theirs != ours:
+            raise TransferFailed(f"{what}: the ticket's owner has [{theirs}], {whose} [{ours}]")
 
 
 def _as_transfer_failure(error: PeerError) -> PeerError:
