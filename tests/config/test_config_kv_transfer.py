@@ -106,7 +106,7 @@ def test_a_connector_that_is_not_here_is_refused_by_name(name: str) -> None:
         (NIXL | {EXTRA: {"lease": 1}}, [f"unknown key {EXTRA}.lease", "kv_lease_duration"]),
         (
             {"kv_connector": "MyConnector"},
-            ["kv_connector MyConnector", "NixlConnector, NixlPullConnector, MultiConnector"],
+            ["kv_connector MyConnector", "NixlConnector, NixlPullConnector, MooncakeConnector, MultiConnector"],
         ),
         ({"kv_role": "producer"}, ["kv_role", "'kv_producer', 'kv_consumer' or 'kv_both'", "'producer'"]),
         ({"kv_load_failure_policy": "retry"}, ["kv_load_failure_policy", "'fail' or 'recompute'", "'retry'"]),
@@ -116,6 +116,7 @@ def test_a_connector_that_is_not_here_is_refused_by_name(name: str) -> None:
         (NIXL | {EXTRA: {"kv_lease_duration": 0}}, [f"{EXTRA}.kv_lease_duration", "greater than 0"]),
         (NIXL | {EXTRA: {"kv_lease_duration": 3601}}, ["less than or equal to 3600"]),
         (NIXL | {EXTRA: {"backends": ["GDS"]}}, [f"{EXTRA}.backends.0", "'UCX'", "'GDS'"]),
+        (NIXL | {EXTRA: {"mooncake_protocol": "rdma"}}, [f"{EXTRA}.mooncake_protocol", "'tcp'", "'rdma'"]),
         (NIXL | {EXTRA: {"bidirectional_kv_xfer": True}}, [f"{EXTRA}.bidirectional_kv_xfer True is not supported"]),
         ({"kv_connector_module_path": "my.module"}, ["kv_connector_module_path my.module is not supported"]),
         ({"enable_permute_local_kv": True}, ["enable_permute_local_kv True is not supported"]),
@@ -171,6 +172,7 @@ def test_keys_without_effect_are_named_and_change_nothing() -> None:
     outer = {"kv_ip": "10.0.0.1", "kv_port": 14579, "kv_rank": 0, "kv_parallel_size": 2, "kv_buffer_size": 1e9}
     inner = {
         "num_threads": 4,
+        "num_workers": 10,
         "decoder_kv_blocks_ttl": 480,
         "kv_recompute_threshold": 64,
         "push_registration_timeout": 5,

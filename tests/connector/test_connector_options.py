@@ -13,6 +13,7 @@ from pdmesh.config import EngineConfig
 from pdmesh.connector.options import (
     OPTIONS,
     GrpcOptions,
+    MooncakeOptions,
     NixlOptions,
     ShmOptions,
     connector_options,
@@ -32,11 +33,19 @@ def read(values: Any) -> Any:
 
 
 def test_options_are_read_by_connector_and_sizes_may_have_units() -> None:
-    options = read({"shm": {"throttle_bytes_s": "100M"}, "grpc": {"num_threads": 2}, "nixl": {"ucx_tls": "tcp"}})
+    options = read(
+        {
+            "shm": {"throttle_bytes_s": "100M"},
+            "grpc": {"num_threads": 2},
+            "nixl": {"ucx_tls": "tcp"},
+            "mooncake": {"host": "a"},
+        }
+    )
     assert options == {
         "shm": ShmOptions(throttle_bytes_s=100 << 20),
         "grpc": GrpcOptions(num_threads=2),
         "nixl": NixlOptions(ucx_tls="tcp"),
+        "mooncake": MooncakeOptions(host="a"),
     }
     assert read("") == read("  ") == {}
 
@@ -46,7 +55,7 @@ def test_options_are_read_by_connector_and_sizes_may_have_units() -> None:
     [
         ("{", "connector-options: '{' is not JSON"),
         ("[]", "not a JSON object"),
-        ({"rdma": {}}, "no connector 'rdma' with options; those are shm, nixl, grpc"),
+        ({"rdma": {}}, "no connector 'rdma' with options; those are shm, nixl, grpc, mooncake"),
         ({"shm": 3}, "shm: 3 is not a JSON object"),
         ({"shm": {"threads": 3}}, "unknown key shm.threads; the keys there are throttle_bytes_s, copy_bytes"),
         ({"grpc": {"num_threads": 0}}, "grpc.num_threads: Input should be greater than or equal to 1"),

@@ -25,10 +25,14 @@ from pdmesh.connector.shm import ShmMetadata
 from pdmesh.connector.shm_socket import fetch_pool
 from pdmesh.errors import HandshakeRefused
 from pdmesh.security import MeshSecret
+from support.native_libraries import missing
 from support.pool_node import SECRET, Node, make_pool, pool_node, wait_for, word_of
 from support.shm_files import files_of_nobody_else
 
-CONNECTORS = ["shm", "nixl", "grpc"]
+NATIVE = ["nixl", "mooncake"]
+"""With a helper process."""
+CONNECTORS = ["shm", "grpc", *NATIVE]
+AVAILABLE = [name for name in CONNECTORS if not missing(name)]
 SHAPE = PoolShape(num_blocks=96, block_bytes=64 << 10)
 DEADLINE_S = 10.0
 _ids = itertools.count()
@@ -104,7 +108,12 @@ def firsts(node: Node, block_ids: list[int]) -> list[int]:
     return [known.get(block_id, 0) for block_id in block_ids]
 
 
-@pytest.fixture(scope="module", params=CONNECTORS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.skipif(name not in AVAILABLE, reason=missing(name))) for name in CONNECTORS
+    ],
+)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -112,7 +121,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def shared_node() -> Iterator[Node]:
     """An owner whose blocks stay at generation 1."""
-    with pool_node(CONNECTORS, SHAPE) as node:
+    with pool_node(AVAILABLE, SHAPE) as node:
         yield node
 
 
@@ -365,7 +374,7 @@ def test_closing_ends_all_and_leaves_nothing(name: str, shared_node: Node) -> No
         warm_up.connector.connect(shared_node.pool_for(name))
     before = _Traces.taken()
     # More often than the warm-up may have had descriptors that close late.
-    for _ in range(3 if name == "nixl" else 10):
+    for _ in range(3 if name in NATIVE else 10):
         made = Consumer(name)
         made.connector.connect(shared_node.pool_for(name))
         pulls = [made.pull(shared_node, list(range(96)), list(range(96))) for _ in range(3)]
@@ -400,7 +409,7 @@ def test_a_killed_consumer_leaves_nothing_and_the_owner_serves_on(
         node.kill()
         gone, alive = psutil.wait_procs(family, timeout=5)
         assert alive == []
-        assert len(gone) == (1 if name == "nixl" else 0)
+        assert len(gone) == (1 if name in NATIVE else 0)
     assert files_of_nobody_else() <= before
     attached.pull(shared_node, [7], [8])
     assert attached.result().reason == ""

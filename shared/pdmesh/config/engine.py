@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from pdmesh.config.contradictions import check_engine
-from pdmesh.config.settings import AutoSize, HttpConfig, ServiceConfig, Size
+from pdmesh.config.settings import AutoSize, ConnectorName, HttpConfig, ServiceConfig, Size
 
 
 class EngineConfig(ServiceConfig, HttpConfig):
@@ -94,7 +94,7 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """kv_producer fetches no KV of other engines, kv_consumer offers them none. The kvcache service serves all."""
     kv_transfer_config: str = ""
     """vLLM's JSON, such as {"kv_connector": "NixlConnector", "kv_role": "kv_both"}: its keys become the settings here."""
-    connector: list[Literal["shm", "nixl", "grpc"]] = Field(default=["shm", "grpc"])
+    connector: list[ConnectorName] = Field(default=["shm", "grpc"])
     """Ways to exchange KV, in order of preference, comma-separated; the first that both sides can is used."""
     connector_options: str = ""
     """JSON with an object of options per connector, such as {"nixl": {"num_threads": 4}, "shm": {"throttle_bytes_s": "1G"}}."""
@@ -103,9 +103,6 @@ class EngineConfig(ServiceConfig, HttpConfig):
     resolves to. On loopback this user's own engines need not be listed."""
     kv_lease_duration_s: float = Field(default=30.0, gt=0, le=3600)
     """Seconds that a stock `do_remote_decode` offer lives unless fetched. The mesh's own offers have 10 s, renewed."""
-    core_timeout_s: float = Field(default=20.0, ge=0, le=3600)
-    """Longest silence of the engine core while requests run; then these end with an error, that a proxy answers by going on
-    elsewhere. 0: it is waited for as long as they have time."""
     kvcache: str = ""
     """gRPC `host:port` of the kvcache service; empty: no tier."""
     kvcache_lookup_timeout_s: float = Field(default=0.25, gt=0, le=30)

@@ -91,9 +91,14 @@ class AgentSettings:
     """Only this host may reach it."""
     num_threads: int = 0
     """0: the library's default."""
+    host: str = ""
+    """Address under which other agents reach it; empty: it finds out, or does not need one."""
 
 
-_AGENTS = {"nixl": "pdmesh.connector.nixl_agent:NixlAgent"}
+_AGENTS = {
+    "nixl": "pdmesh.connector.nixl_agent:NixlAgent",
+    "mooncake": "pdmesh.connector.mooncake_agent:MooncakeAgent",
+}
 """Transport -> where its agent is; imported in the helper process alone."""
 
 

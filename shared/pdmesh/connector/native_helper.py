@@ -184,6 +184,7 @@ class NativeHelper:
             num_blocks=shape.num_blocks,
             block_bytes=shape.block_bytes,
             num_threads=self._options.agent_threads,
+            host=self._options.agent_host,
             throttle_bytes_s=self._options.throttle_bytes_s,
         )
 

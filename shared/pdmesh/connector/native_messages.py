@@ -19,6 +19,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_bytes: int
     num_threads: int = 0
     """Of the agent; 0: its default."""
+    host: str = ""
+    """Under which other agents reach it; empty: it finds out."""
     throttle_bytes_s: int = 0
     """Most bytes per second of all pulls; 0: no limit."""
 

@@ -226,7 +226,12 @@ def _set_up(connection: socket.socket, message: Setup, pool_fd: int) -> Helper:
         memory = Memory(pool_fd, PoolShape(message.num_blocks, message.block_bytes))
         agent = make_agent(
             message.transport,
-            AgentSettings(name=message.agent_name, on_loopback=message.on_loopback, num_threads=message.num_threads),
+            AgentSettings(
+                name=message.agent_name,
+                on_loopback=message.on_loopback,
+                num_threads=message.num_threads,
+                host=message.host,
+            ),
         )
         agent.register(memory.base, memory.shape.total_bytes)
         agent.register(memory.scratch_address, memory.scratch_bytes)

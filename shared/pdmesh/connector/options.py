@@ -48,6 +48,11 @@ class NativeOptions(ConnectorOptions):
         return 0
 
     @property
+    def agent_host(self) -> str:
+        """Address under which other agents reach its agent; empty: the agent finds out, or does not need one."""
+        return ""
+
+    @property
     def variables(self) -> dict[str, str]:
         """What its helper process finds in its environment, whatever the service's own says."""
         return {}
@@ -75,7 +80,29 @@ class NixlOptions(NativeOptions):
         return {name: value for name, value in wanted.items() if value}
 
 
-OPTIONS: dict[str, type[ConnectorOptions]] = {"shm": ShmOptions, "nixl": NixlOptions, "grpc": GrpcOptions}
+class MooncakeOptions(NativeOptions):
+    """Options of `mooncake`."""
+
+    host: str = Field(default="", max_length=253)
+    """Address under which peers reach this host's Transfer Engine; empty: the one that the default route leaves from."""
+    num_connections: int = Field(default=8, ge=1, le=64)
+    """TCP connections that a pull may use at the same time."""
+
+    @property
+    def agent_threads(self) -> int:
+        return self.num_connections
+
+    @property
+    def agent_host(self) -> str:
+        return self.host
+
+
+OPTIONS: dict[str, type[ConnectorOptions]] = {
+    "shm": ShmOptions,
+    "nixl": NixlOptions,
+    "grpc": GrpcOptions,
+    "mooncake": MooncakeOptions,
+}
 """By connector."""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from pdmesh.connector.base import WorkerConnector
-from pdmesh.connector.options import OPTIONS, ConnectorOptions, GrpcOptions, NixlOptions, ShmOptions
+from pdmesh.connector.options import OPTIONS, ConnectorOptions, GrpcOptions, MooncakeOptions, NixlOptions, ShmOptions
 from pdmesh.connector.shm import ShmConnector
 from pdmesh.errors import ConfigError
 from pdmesh.security import MeshSecret
@@ -49,6 +49,13 @@ def _make_nixl(peer_id: str, secret: MeshSecret, on_loopback: bool, options: Con
     return NixlConnector(peer_id, secret, options, on_loopback=on_loopback)
 
 
+def _make_mooncake(peer_id: str, secret: MeshSecret, on_loopback: bool, options: ConnectorOptions) -> WorkerConnector:
+    from pdmesh.connector.mooncake import MooncakeConnector
+
+    assert isinstance(options, MooncakeOptions)
+    return MooncakeConnector(peer_id, secret, options, on_loopback=on_loopback)
+
+
 def _make_grpc(peer_id: str, secret: MeshSecret, on_loopback: bool, options: ConnectorOptions) -> WorkerConnector:
     from pdmesh.connector.grpc import GrpcConnector
 
@@ -60,4 +67,5 @@ _MAKERS: dict[str, Callable[[str, MeshSecret, bool, ConnectorOptions], WorkerCon
     "shm": _make_shm,
     "nixl": _make_nixl,
     "grpc": _make_grpc,
+    "mooncake": _make_mooncake,
 }

@@ -16,7 +16,7 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 SETTING = "kv-transfer-config"
 MULTI = "MultiConnector"
 EXTRA = "kv_connector_extra_config"
-CONNECTORS = {"NixlConnector": "nixl", "NixlPullConnector": "nixl"}
+CONNECTORS = {"NixlConnector": "nixl", "NixlPullConnector": "nixl", "MooncakeConnector": "mooncake"}
 """vLLM's connectors that have a counterpart here."""
 _TIER = "KV that outlives a request is kept by the kvcache service: see kvcache"
 SETTINGS = {
@@ -28,7 +28,6 @@ SETTINGS = {
 """Keys, and the settings that they are here."""
 FOREIGN_CONNECTORS = {
     "NixlPushConnector": "KV is pulled, not pushed: give NixlConnector",
-    "MooncakeConnector": "give NixlConnector across hosts, or connector shm on one host",
     "P2pNcclConnector": "give NixlConnector across hosts, or connector shm on one host",
     "SharedStorageConnector": _TIER,
     "ExampleConnector": _TIER,
@@ -48,6 +47,7 @@ WITHOUT_EFFECT = {
     "kv_parallel_size": _NO_RANKS,
     "kv_buffer_size": "KV is read where it lies, without a buffer between; see kv-cache-memory-bytes",
     "num_threads": "NIXL has one thread here, in a process of its own",
+    "num_workers": "of MooncakeConnector; here connector-options has mooncake.num_connections",
     "decoder_kv_blocks_ttl": _NO_BIDIRECTIONAL,
     "kv_recompute_threshold": _NO_BIDIRECTIONAL,
     "enforce_handshake_compat": "engines always compare what they are before KV moves",
@@ -69,6 +69,8 @@ class ExtraConfig(Settings):
     kv_lease_duration: float | None = Field(default=None, gt=0, le=3600)
     backends: list[Literal["UCX"]] | None = Field(default=None, min_length=1, max_length=1)
     num_threads: int | None = None
+    mooncake_protocol: Literal["tcp"] | None = None
+    num_workers: int | None = None
     bidirectional_kv_xfer: bool | None = None
     decoder_kv_blocks_ttl: float | None = None
     kv_recompute_threshold: int | None = None

@@ -81,9 +81,7 @@ def make_router(serving: Serving, config: HttpConfig, registry: CollectorRegistr
 
     @router.get("/health")
     async def health() -> Response:
-        if problem := await serving.generator.problem():
-            return Response(f"{problem}\n", status_code=503, media_type="text/plain")
-        return Response(status_code=200)
+        return Response(status_code=200 if await serving.generator.healthy() else 503)
 
     @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def ping() -> Response:

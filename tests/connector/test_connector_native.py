@@ -1,4 +1,4 @@
-"""The NIXL helper process: what its death costs, that it costs nothing while idle, and who may start it."""
+"""Native helper processes: what the death of one costs, that it costs nothing while idle, and who may start it."""
 
 import importlib.util
 import os
@@ -18,6 +18,7 @@ from pdmesh.connector.pool import PoolShape
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.errors import ConfigError, HandshakeRefused
 from pdmesh.security import MeshSecret
+from support.native_libraries import missing
 from support.pool_node import SECRET, Node, make_pool, pool_node, wait_for
 
 SHAPE = PoolShape(num_blocks=32, block_bytes=64 << 10)
@@ -25,8 +26,9 @@ BLOCKS = list(range(32))
 
 
 class Consumer:
-    def __init__(self) -> None:
-        self.connector = NixlConnector("consumer@1", MeshSecret(SECRET))
+    def __init__(self, name: str) -> None:
+        made = make_worker_connectors([name], peer_id="consumer@1", secret=MeshSecret(SECRET), on_loopback=True)
+        self.connector = made[name]
         self.pool = make_pool(SHAPE, filled=False)
         self.changes: list[bytes] = []
         self.metadata = self.connector.register(self.pool)
@@ -51,8 +53,8 @@ class Consumer:
 
 
 @contextmanager
-def consuming() -> Iterator[Consumer]:
-    consumer = Consumer()
+def consuming(name: str) -> Iterator[Consumer]:
+    consumer = Consumer(name)
     try:
         yield consumer
     finally:
@@ -60,9 +62,20 @@ def consuming() -> Iterator[Consumer]:
         consumer.pool.close()
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.skipif(bool(missing(name)), reason=missing(name)))
+        for name in ("nixl", "mooncake")
+    ],
+)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
-    with pool_node(["nixl"], SHAPE) as made:
+def node(name: str) -> Iterator[Node]:
+    with pool_node([name], SHAPE) as made:
         yield made
 
 
@@ -85,9 +98,9 @@ def wait_until(condition: object, timeout_s: float = 8.0) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
-def test_a_crash_on_the_consumers_side_heals_by_itself(node: Node, number: int) -> None:
-    with consuming() as consumer:
-        consumer.connector.connect(node.pool_for("nixl"))
+def test_a_crash_on_the_consumers_side_heals_by_itself(name: str, node: Node, number: int) -> None:
+    with consuming(name) as consumer:
+        consumer.connector.connect(node.pool_for(name))
         assert consumer.pull(node) == ""
         helper_of(os.getpid()).send_signal(number)
         wait_until(lambda: consumer.changes)
@@ -96,9 +109,9 @@ def test_a_crash_on_the_consumers_side_heals_by_itself(node: Node, number: int) 
         assert consumer.pull(node) == ""
 
 
-def test_a_crash_during_pulls_ends_them(node: Node) -> None:
-    with consuming() as consumer:
-        consumer.connector.connect(node.pool_for("nixl"))
+def test_a_crash_during_pulls_ends_them(name: str, node: Node) -> None:
+    with consuming(name) as consumer:
+        consumer.connector.connect(node.pool_for(name))
         helper = helper_of(os.getpid())
         helper.suspend()
         for transfer_id in ("a", "b"):
@@ -118,10 +131,10 @@ def test_a_crash_during_pulls_ends_them(node: Node) -> None:
         assert all(each.reason.startswith("error:") for each in results)
 
 
-def test_a_helper_that_hangs_is_killed_when_a_pull_is_overdue(node: Node) -> None:
+def test_a_helper_that_hangs_is_killed_when_a_pull_is_overdue(name: str, node: Node) -> None:
     """Nothing may write to a block after its pull has ended: what cannot be stopped is killed first."""
-    with consuming() as consumer:
-        consumer.connector.connect(node.pool_for("nixl"))
+    with consuming(name) as consumer:
+        consumer.connector.connect(node.pool_for(name))
         helper = helper_of(os.getpid())
         helper.suspend()
         started_s = time.monotonic()
@@ -142,22 +155,22 @@ def test_a_helper_that_hangs_is_killed_when_a_pull_is_overdue(node: Node) -> Non
         assert consumer.pull(node) == ""
 
 
-def test_a_crash_on_the_owners_side_needs_its_new_metadata() -> None:
-    with pool_node(["nixl"], SHAPE, "mortal@1") as mortal, consuming() as consumer:
-        consumer.connector.connect(mortal.pool_for("nixl"))
+def test_a_crash_on_the_owners_side_needs_its_new_metadata(name: str) -> None:
+    with pool_node([name], SHAPE, "mortal@1") as mortal, consuming(name) as consumer:
+        consumer.connector.connect(mortal.pool_for(name))
         helper_of(mortal.process.pid).kill()
         assert consumer.pull(mortal) != ""
-        old = mortal.pool_for("nixl")
+        old = mortal.pool_for(name)
         wait_until(mortal.refresh)
         with pytest.raises(HandshakeRefused):
             consumer.connector.connect(old)
-        consumer.connector.connect(mortal.pool_for("nixl"))
+        consumer.connector.connect(mortal.pool_for(name))
         assert consumer.pull(mortal) == ""
 
 
-def test_an_idle_helper_uses_no_cpu(node: Node) -> None:
-    with consuming() as consumer:
-        consumer.connector.connect(node.pool_for("nixl"))
+def test_an_idle_helper_uses_no_cpu(name: str, node: Node) -> None:
+    with consuming(name) as consumer:
+        consumer.connector.connect(node.pool_for(name))
         assert consumer.pull(node) == ""
         helpers = [helper_of(os.getpid()), helper_of(node.process.pid)]
         before = [sum(helper.cpu_times()[:2]) for helper in helpers]
@@ -167,9 +180,9 @@ def test_an_idle_helper_uses_no_cpu(node: Node) -> None:
         assert max(used_s) < 0.025
 
 
-def test_metadata_of_another_mesh_or_peer_is_refused(node: Node) -> None:
-    with consuming() as consumer:
-        pool = node.pool_for("nixl")
+def test_metadata_of_another_mesh_or_peer_is_refused(name: str, node: Node) -> None:
+    with consuming(name) as consumer:
+        pool = node.pool_for(name)
         tampered = pool.metadata[:-1] + bytes([pool.metadata[-1] ^ 1])
         for changes in ({"metadata": tampered}, {"metadata": b""}, {"peer_id": "other@1"}):
             fields = {name: getattr(pool, name) for name in ("peer_id", "metadata", "num_blocks", "block_bytes")}
