@@ -30,17 +30,18 @@ class Service:
     process: subprocess.Popen[bytes]
     log_path: Path
     api_key: str = ""
+    host: str = "127.0.0.1"
     facts: dict[str, Any] = field(default_factory=dict)
     _notify: int = -1
     _pending: bytes = b""
 
     @property
     def http(self) -> str:
-        return f"http://127.0.0.1:{self.facts['http_port']}"
+        return f"http://{self.host}:{self.facts['http_port']}"
 
     @property
     def grpc(self) -> str:
-        return f"127.0.0.1:{self.facts['grpc_port']}"
+        return f"{self.host}:{self.facts['grpc_port']}"
 
     @property
     def log(self) -> str:
@@ -66,13 +67,14 @@ class Service:
         """SIGTERM, wait, and SIGKILL when it overstays."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self._reap(timeout_s)
+        return self.reap(timeout_s)
 
     def kill(self) -> None:
         self.process.kill()
-        self._reap(10)
+        self.reap(10)
 
-    def _reap(self, timeout_s: float) -> int:
+    def reap(self, timeout_s: float = 10.0) -> int:
+        """Wait for the process, whoever ended it, and let go of what it was watched by."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -102,14 +104,16 @@ class Service:
         return sum(value for key, value in self.metrics().items() if key.split("{")[0] == name)
 
 
-def start(kind: str, *flags: str, folder: Path, env: dict[str, str] | None = None) -> Service:
-    """Start `python -m pdmesh_<kind>`; returns at once, `wait_ready` waits."""
+def start(
+    kind: str, *flags: str, folder: Path, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
+) -> Service:
+    """Start `python -m pdmesh_<kind>`; returns at once, `wait_ready` waits. `prefix`: a command that executes it."""
     read_end, write_end = os.pipe()
     number = sum(1 for _ in folder.glob(f"{kind}-*.log"))
     log_path = folder / f"{kind}-{number}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"pdmesh_{kind}", "--notify-fd", str(write_end), *flags],
+            [*prefix, sys.executable, "-m", f"pdmesh_{kind}", "--notify-fd", str(write_end), *flags],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -118,7 +122,8 @@ def start(kind: str, *flags: str, folder: Path, env: dict[str, str] | None = Non
         )
     os.close(write_end)
     api_key = flags[flags.index("--api-key") + 1] if "--api-key" in flags else ""
-    return Service(kind=kind, process=process, log_path=log_path, api_key=api_key, _notify=read_end)
+    host = flags[flags.index("--host") + 1] if "--host" in flags else "127.0.0.1"
+    return Service(kind=kind, process=process, log_path=log_path, api_key=api_key, host=host, _notify=read_end)
 
 
 class Mesh:

@@ -27,6 +27,11 @@ class LoadBoard:
         return self._offers.num_open
 
     @property
+    def num_transfers(self) -> int:
+        """Pulls by others that read from these offers now."""
+        return self._offers.num_transfers
+
+    @property
     def num_queued(self) -> int:
         """Requests that wait, as far as known here."""
         return self.stats.num_waiting + self.stats.num_waiting_remote + self.num_submitted

@@ -211,6 +211,9 @@ class _CoreCollector(Collector):
         offers = GaugeMetricFamily("pdmesh_offers_open", "Offers that consumers may still begin.", labels=LABELS)
         offers.add_metric(self._values, self._board.num_offers)
         yield offers
+        reading = GaugeMetricFamily("pdmesh_transfers_reading", "Pulls by others that read here now.", labels=LABELS)
+        reading.add_metric(self._values, self._board.num_transfers)
+        yield reading
         fallbacks = CounterMetricFamily(
             "pdmesh_connector_fallbacks",
             "Times a connector could not reach a peer and the next was tried.",

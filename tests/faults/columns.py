@@ -1,0 +1,192 @@
+"""How a request is brought to each moment of its life and kept there until the fault has been done.
+
+Everything here looks from outside and holds from outside: by other requests that set an engine's pace, by the tests' own
+logits processor, and by SIGSTOP for a few tenths of a second.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from faults.client import Ballast, Client, wait_until
+from faults.matrix import Column, Connector
+from faults.node import Node
+from faults.stage import PREFILL_ROWS, Stage
+
+REACHED_WITHIN_S = 20.0
+NUM_TOKENS = 12
+HOLD_DECODING_AT = 5
+# An engine that has just ended a request may look busy to the router for a moment; this is more.
+NUM_STEERING = 2
+STEP_S = 0.08
+"""A step of a prefill with ballast: ten chunks last long enough to be seen."""
+SLOW_STEP_S = 0.2
+BALLAST_PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+# More than one block.
+ACQUAINTANCE_TOKENS = 40
+# A pull of these sizes takes a few milliseconds when nothing holds it.
+PULLED_WITHIN_S = 0.4
+# One that is throttled takes two seconds.
+PART_S, THROTTLED_WITHIN_S = 0.5, 2.5
+
+
+@dataclass(slots=True)
+class Scene:
+    """One request under way, and all that holds it where it is."""
+
+    stage: Stage
+    ask: Callable[[dict[str, Any]], Client]
+    """Sends the request, with these `vllm_xargs`."""
+    hold: Path
+    """While this exists, steps that look at it wait."""
+    client: Client | None = None
+    prefill: Node | None = None
+    """The one that has the request, or had it."""
+    ballast: list[Ballast] = field(default_factory=list)
+    extra_args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def decode(self) -> Node:
+        """The one that has the request or will: the others are kept dearer by ballast."""
+        return self.stage.decodes[0]
+
+    def start(self) -> Client:
+        self.client = self.ask(self.extra_args)
+        return self.client
+
+    def steer(self) -> None:
+        """Make every decode but the first one the router's second choice."""
+        for node in self.stage.decodes[1:]:
+            self._put_ballast(node, NUM_STEERING, pace_s=SLOW_STEP_S)
+
+    def load_prefills(self, rows: int) -> None:
+        for node in self.stage.prefills:
+            self._put_ballast(node, rows, pace_s=STEP_S, hold=str(self.hold))
+
+    def _put_ballast(self, node: Node, count: int, *, pace_s: float, hold: str = "") -> None:
+        for _ in range(count):
+            self.ballast.append(Ballast(node.host, node.port, BALLAST_PROMPT, pace_s=pace_s, hold=hold))
+        wait_until(lambda: running(node) == count, REACHED_WITHIN_S, f"{count} requests at {node.name}")
+
+    def find_prefill(self, is_it: Callable[[dict[str, float]], bool], what: str) -> Node:
+        """Wait until one prefill looks so; that one has the request."""
+        found: list[Node] = []
+
+        def look() -> bool:
+            found.extend(node for node in self.stage.prefills if is_it(node.metrics()))
+            return bool(found)
+
+        wait_until(look, REACHED_WITHIN_S, what)
+        self.prefill = found[0]
+        return found[0]
+
+    def release(self, frozen: Node | None) -> None:
+        """Let everything go on, but for a node that the fault has frozen."""
+        self.hold.unlink(missing_ok=True)
+        for node in self.stage.nodes:
+            if node is not frozen:
+                node.thaw()
+        for ballast in self.ballast:
+            ballast.close()
+        self.ballast = []
+
+
+def reach(scene: Scene, column: Column) -> None:
+    """Bring the request to this moment; `release` lets it go on. Before admission there is no request yet."""
+    scene.steer()
+    REACHING[column](scene)
+
+
+def _before(scene: Scene) -> None:
+    scene.prefill = min(scene.stage.prefills, key=lambda node: node.metric("vllm:prompt_tokens_total"))
+
+
+def _queued(scene: Scene) -> None:
+    scene.load_prefills(PREFILL_ROWS)
+    scene.start()
+    scene.find_prefill(lambda metrics: metrics.get("vllm:num_requests_waiting", 0) >= 1, "queued at a prefill")
+
+
+def _mid_prefill(scene: Scene) -> None:
+    scene.load_prefills(1)
+    client = scene.start()
+    scene.find_prefill(lambda metrics: metrics.get("vllm:num_requests_running", 0) == 2, "a chunk is computed")
+    scene.hold.touch()
+    time.sleep(2 * STEP_S)
+    assert not client.tokens, "the prompt was computed before the step could be held"
+
+
+def _acquaint(scene: Scene) -> None:
+    """Have the decode know every prefill: a frozen one shakes no hands."""
+    for _ in range(2 * len(scene.stage.prefills)):
+        prompt = [random.randrange(10, 370) for _ in range(ACQUAINTANCE_TOKENS)]
+        body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{scene.stage.proxies[0].url}/v1/completions", json=body, timeout=30)
+        assert answer.status_code == 200, answer.text
+    wait_until(lambda: running(scene.decode) == 0, REACHED_WITHIN_S, "the decode is at rest")
+
+
+def _offered(scene: Scene) -> None:
+    _acquaint(scene)
+    scene.decode.freeze_server()
+    client = scene.start()
+    client.wait_tokens(1, REACHED_WITHIN_S)
+    scene.find_prefill(lambda metrics: metrics.get("pdmesh_offers_open") == 1, "an offer")
+
+
+def _mid_fetch(scene: Scene) -> None:
+    _acquaint(scene)
+    is_throttled = scene.stage.settings.connector is Connector.GRPC
+    if not is_throttled:
+        scene.decode.freeze_transport()
+    client = scene.start()
+    client.wait_tokens(1, REACHED_WITHIN_S)
+    scene.find_prefill(lambda metrics: metrics.get("pdmesh_transfers_reading") == 1, "a pull")
+    if is_throttled:
+        time.sleep(PART_S)
+
+
+def _fetched(scene: Scene) -> None:
+    _mid_fetch(scene)
+    # The pull ends in the core, and nobody in the server hears of it.
+    scene.decode.freeze_server()
+    scene.decode.thaw_transport()
+    time.sleep(THROTTLED_WITHIN_S if scene.stage.settings.connector is Connector.GRPC else PULLED_WITHIN_S)
+
+
+def _generating(count: int) -> Callable[[Scene], None]:
+    def reach_it(scene: Scene) -> None:
+        computed = {node.name: node.metric("vllm:prompt_tokens_total") for node in scene.stage.prefills}
+        scene.hold.touch()
+        scene.extra_args = {"hold": str(scene.hold), "hold_at": count}
+        client = scene.start()
+        client.wait_tokens(count, REACHED_WITHIN_S)
+        scene.prefill = next(
+            (node for node in scene.stage.prefills if node.metric("vllm:prompt_tokens_total") > computed[node.name]),
+            scene.stage.prefills[0],
+        )
+
+    return reach_it
+
+
+REACHING: dict[Column, Callable[[Scene], None]] = {
+    Column.BEFORE: _before,
+    Column.QUEUED: _queued,
+    Column.MID_PREFILL: _mid_prefill,
+    Column.OFFERED: _offered,
+    Column.MID_FETCH: _mid_fetch,
+    Column.FETCHED: _fetched,
+    Column.DECODING: _generating(HOLD_DECODING_AT),
+    Column.LAST: _generating(NUM_TOKENS - 1),
+}
+
+
+def running(node: Node) -> float:
+    return node.metric("vllm:num_requests_running")

@@ -1,0 +1,192 @@
+"""One service of a mesh under test, which can be killed, frozen and started again at the same address."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+
+from faults.client import wait_until
+from support import mesh
+
+ENDS_WITHIN_S = 30.0
+CORE = "pdmesh.engine.core_process"
+HELPERS = ("nixl_process", "native_process", "mooncake", "ucxx")
+POOL_LINK = "/memfd:pdmesh-"
+FOLDER_OF_TESTS = Path(__file__).resolve().parents[1]
+
+
+Spawn = Callable[[tuple[str, ...]], "mesh.Service | subprocess.Popen[bytes]"]
+"""Starts a service, executed by a command."""
+
+
+class Node:
+    """A service as a set of processes. `spawn` starts it anew at the address it always has."""
+
+    def __init__(self, name: str, spawn: Spawn, *, host: str = "127.0.0.1", port: int = 0, station: int = 0) -> None:
+        self.name = name
+        self.host = host
+        self.port = port
+        """Of HTTP; 0: it speaks none."""
+        self.station = station
+        """Where it runs, in a mesh with wires."""
+        self._spawn = spawn
+        self._frozen: list[psutil.Process] = []
+        self._started: mesh.Service | subprocess.Popen[bytes] | None = None
+
+    def start(self, *prefix: str) -> None:
+        """Start it, executed by the command `prefix`; `wait_ready` waits."""
+        self._started = self._spawn(prefix)
+
+    def wait_ready(self) -> None:
+        if isinstance(self._started, mesh.Service):
+            self._started.wait_ready()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._started is not None
+        return self._started.process if isinstance(self._started, mesh.Service) else self._started
+
+    @property
+    def service(self) -> mesh.Service:
+        assert isinstance(self._started, mesh.Service)
+        return self._started
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def is_alive(self) -> bool:
+        return self._started is not None and self.process.poll() is None
+
+    @property
+    def log(self) -> str:
+        return self._started.log if isinstance(self._started, mesh.Service) else ""
+
+    def metrics(self) -> dict[str, float]:
+        """Sums over all label sets, by the name of the sample; empty while it does not answer."""
+        sums: dict[str, float] = {}
+        with contextlib.suppress(httpx.HTTPError, AssertionError):
+            for key, value in self.service.metrics().items():
+                name = key.split("{")[0]
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
+
+    def metric(self, name: str) -> float:
+        return self.metrics().get(name, 0.0)
+
+    # ---- what is done to it ----------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """SIGKILL to the service itself; what it has started must die with it."""
+        children = self._all()[1:]
+        self.process.kill()
+        self.process.wait()
+        self._close()
+        wait_until(lambda: not any(_runs(each) for each in children), 5.0, f"the children of {self.name} died with it")
+        self._frozen = []
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait_ended(self) -> None:
+        """Wait for it to end after `terminate`; one that overstays is killed, and that is a failure."""
+        try:
+            self.process.wait(ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"{self.name} did not end in {ENDS_WITHIN_S:g} s:\n{self.log[-2000:]}") from None
+        self._close()
+        self._frozen = []
+
+    def freeze(self) -> None:
+        """SIGSTOP to everything it consists of."""
+        self._stop(self._all())
+
+    def freeze_server(self) -> None:
+        self._stop(self._all()[:1])
+
+    def freeze_transport(self) -> None:
+        """SIGSTOP to the process that pulls: a helper where the connector has one, else the core."""
+        children = self._all()[1:]
+        helpers = [each for each in children if any(name in _command(each) for name in HELPERS)]
+        self._stop(helpers or [each for each in children if CORE in _command(each)])
+
+    def thaw(self) -> None:
+        """SIGCONT to all that was stopped."""
+        self._continue(self._frozen)
+
+    def thaw_transport(self) -> None:
+        """SIGCONT to all but the server itself."""
+        self._continue([each for each in self._frozen if each.pid != self.process.pid])
+
+    def pool_file(self) -> Path:
+        """The memory of an engine's KV pool, as the kernel shows it to whoever may look."""
+        core = next(each for each in self._all() if CORE in _command(each))
+        return next(
+            link
+            for link in Path(f"/proc/{core.pid}/fd").iterdir()
+            if os.readlink(link).startswith(POOL_LINK) and os.access(link, os.W_OK)
+        )
+
+    def close(self) -> None:
+        """End it for good, without grace: what is to be seen has been seen."""
+        if self.is_alive:
+            self.kill()
+
+    def _all(self) -> list[psutil.Process]:
+        """The service's own process, then its children."""
+        try:
+            own = psutil.Process(self.process.pid)
+            return [own, *own.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def _stop(self, processes: list[psutil.Process]) -> None:
+        for each in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.suspend()
+                self._frozen.append(each)
+        deadline = time.monotonic() + 2
+        while any(_runs(each) and each.status() != psutil.STATUS_STOPPED for each in processes):
+            assert time.monotonic() < deadline, f"{self.name} could not be stopped"
+            time.sleep(0.002)
+
+    def _continue(self, processes: list[psutil.Process]) -> None:
+        for each in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.resume()
+        self._frozen = [each for each in self._frozen if each not in processes]
+
+    def _close(self) -> None:
+        """Let go of the pipe by which the service told that it was ready."""
+        if isinstance(self._started, mesh.Service):
+            self._started.reap()
+
+
+def environment() -> dict[str, str]:
+    """What a service needs to find the tests' own logits processor."""
+    known = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": f"{FOLDER_OF_TESTS}{os.pathsep}{known}" if known else str(FOLDER_OF_TESTS)}
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

@@ -1,0 +1,115 @@
+"""One cell, tried: the request is brought to its moment, the fault is done, and what came of it is compared to what must."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from faults.client import Client
+from faults.columns import NUM_TOKENS, Scene, reach
+from faults.injections import inject, prepare
+from faults.matrix import Answer, Cell, required
+from faults.stage import DEADLINE_S, Stage
+
+PROMPT_TOKENS = 600
+FIRST_ORDINARY_TOKEN, LAST_ORDINARY_TOKEN = 10, 370
+CLIENT_GRACE_S = 5.0
+MAX_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of one cell."""
+
+    cell: str
+    passed: bool
+    answer: str
+    """Empty: the moment could not be reached, which says nothing of the mesh."""
+    told: str
+    """The error's words."""
+    route: str
+    answer_s: float
+    held_s: float
+    """Until nothing was held any more, from the answer on."""
+    fault: str
+    """What was wrong with it; empty when it passed."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def body_of(cell: Cell) -> dict[str, Any]:
+    """The request of a cell: its own prompt, greedy for some and seeded for others."""
+    source = random.Random(cell.name)
+    seeded = {"temperature": 1.0, "seed": source.randrange(1 << 30)}
+    return {
+        "prompt": [source.randrange(FIRST_ORDINARY_TOKEN, LAST_ORDINARY_TOKEN) for _ in range(PROMPT_TOKENS)],
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        **({"temperature": 0} if source.random() < 0.5 else seeded),
+    }
+
+
+def check(stage: Stage, cell: Cell, expected: list[int], folder: Path) -> Result:
+    """Try a cell; again when its moment was missed, which a busy machine does."""
+    for _ in range(MAX_TRIES):
+        result = attempt(stage, cell, expected, folder)
+        if result.answer:
+            break
+    return result
+
+
+def attempt(stage: Stage, cell: Cell, expected: list[int], folder: Path) -> Result:
+    """Try a cell once on a whole mesh, and mend the mesh."""
+    body = body_of(cell)
+    addresses = [(proxy.host, proxy.port) for proxy in stage.proxies]
+
+    def ask(extra_args: dict[str, Any]) -> Client:
+        return Client(addresses, body | {"vllm_xargs": extra_args}, timeout_s=DEADLINE_S + CLIENT_GRACE_S)
+
+    scene = Scene(stage, ask, folder / "hold")
+    try:
+        prepare(scene, cell.row)
+        reach(scene, cell.column)
+    except AssertionError as exc:
+        scene.release(None)
+        stage.mend()
+        return _result(cell, scene, None, 0.0, f"not reached: {exc}")
+    fault, held_s, answer = "", 0.0, None
+    try:
+        injected = inject(scene, cell.row, cell.column)
+        client = scene.client or scene.start()
+        scene.release(injected.frozen)
+        client.wait_over()
+        answer = client.answer(expected)
+        injected.finish()
+        if answer not in required(cell):
+            fault = f"{answer} where {' or '.join(sorted(required(cell)))} is required"
+        held_s = stage.wait_nothing_held(stage.nodes)
+        if defects := stage.defects():
+            fault = fault or f"defects were counted: {defects}"
+    except AssertionError as exc:
+        fault = fault or str(exc)
+    finally:
+        scene.release(None)
+    try:
+        stage.mend()
+    except AssertionError as exc:
+        fault = fault or f"not mended: {exc}"
+    return _result(cell, scene, answer, held_s, fault)
+
+
+def _result(cell: Cell, scene: Scene, answer: Answer | None, held_s: float, fault: str) -> Result:
+    client = scene.client
+    return Result(
+        cell=cell.name,
+        passed=not fault,
+        answer=answer or "",
+        told=client.told[:300] if client else "",
+        route=client.route if client else "",
+        answer_s=round(client.seconds, 3) if client else 0.0,
+        held_s=round(held_s, 3),
+        fault=fault,
+    )
