@@ -43,7 +43,7 @@ class SetupError(Exception):
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="./dev", description="Run or test pdmesh from this checkout.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="up | test | fmt | proto")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="up | test | faults | fmt | proto")
     commands.add_parser("up", add_help=False, help="install what is needed and start a mesh (./dev up --help)")
     test = commands.add_parser(
         "test",
@@ -55,13 +55,23 @@ def main() -> int:
         "--quick", action="store_const", dest="extent", const="quick", help="only what starts no services"
     )
     test.add_argument("--full", action="store_const", dest="extent", const="full", help="everything; takes long")
+    faults = commands.add_parser(
+        "faults",
+        help="the whole fault matrix on real services; writes docs/faults.md",
+        epilog="Cells that have passed at this commit, today, are not run again. Any other argument goes to pytest: "
+        "./dev faults -k 'kill and offered'",
+    )
+    faults.add_argument("--fresh", action="store_true", help="forget today's results first")
+    faults.add_argument("--report", action="store_true", help="only write docs/faults.md from the last results")
     commands.add_parser("fmt", help="format the code and mend what the linter can")
     commands.add_parser("proto", help="generate the gRPC code from mesh.proto")
     chosen, rest = parser.parse_known_args()
     if rest and chosen.command in ("fmt", "proto"):
         parser.error(f"unknown argument {rest[0]}")
     try:
-        return {"up": _up, "test": _test, "fmt": _format, "proto": _proto}[chosen.command](chosen, rest)
+        return {"up": _up, "test": _test, "faults": _faults, "fmt": _format, "proto": _proto}[chosen.command](
+            chosen, rest
+        )
     except SetupError as exc:
         print(f"./dev: {exc}", file=sys.stderr)
         return 1
@@ -89,6 +99,24 @@ def _test(chosen: argparse.Namespace, rest: list[str]) -> int:
     pytest = ["pytest", *(["-m", marks] if marks else []), *(rest or _workers())]
     print(f"== {' '.join(pytest)}", flush=True)
     return _in_venv(pytest, environment)
+
+
+def _faults(chosen: argparse.Namespace, rest: list[str]) -> int:
+    _install("embedded,dev")
+    known = os.environ.get("PYTHONPATH")
+    tests = str(ROOT / "tests")
+    environment = os.environ | {"PYTHONPATH": f"{tests}{os.pathsep}{known}" if known else tests}
+    if chosen.fresh and not chosen.report:
+        _in_venv(["python", "-m", "faults.results", "--forget"], environment)
+    code = 0
+    if not chosen.report:
+        environment["PDMESH_TEST_FAULTS"] = "1"
+        # One process for each kind of mesh at a time.
+        shared = ["-n", "2", "--dist", "loadgroup"] if len(os.sched_getaffinity(0)) > 1 else []
+        pytest = ["pytest", "-m", "full", "tests/faults/test_faults_matrix.py", *shared, *rest]
+        print(f"== {' '.join(pytest)}", flush=True)
+        code = _in_venv(pytest, environment)
+    return _in_venv(["python", "-m", "faults.report"], environment) or code
 
 
 def _workers() -> list[str]:

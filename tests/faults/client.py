@@ -132,7 +132,8 @@ class Ballast:
             "vllm_xargs": {"pace_s": pace_s, "hold": hold},
         }
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(data)}\r\n\r\n"
         self._socket = socket.create_connection((host, port), timeout=10)
         self._socket.sendall(head.encode() + data)
 

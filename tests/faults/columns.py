@@ -18,7 +18,8 @@ import httpx
 from faults.client import Ballast, Client, wait_until
 from faults.matrix import Column, Connector
 from faults.node import Node
-from faults.stage import PREFILL_ROWS, Stage
+from faults.stage import PREFILL_ROWS, SLOW_BYTES_S, Stage
+from faults.wires import Quality
 
 REACHED_WITHIN_S = 20.0
 NUM_TOKENS = 12
@@ -33,8 +34,8 @@ BALLAST_PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 ACQUAINTANCE_TOKENS = 40
 # A pull of these sizes takes a few milliseconds when nothing holds it.
 PULLED_WITHIN_S = 0.4
-# One that is throttled takes two seconds.
-PART_S, THROTTLED_WITHIN_S = 0.5, 2.5
+# One that is slowed down takes two seconds.
+PART_S, SLOWLY_PULLED_WITHIN_S = 0.5, 2.5
 
 
 @dataclass(slots=True)
@@ -143,14 +144,24 @@ def _offered(scene: Scene) -> None:
 
 def _mid_fetch(scene: Scene) -> None:
     _acquaint(scene)
-    is_throttled = scene.stage.settings.connector is Connector.GRPC
-    if not is_throttled:
+    is_slow = _slow_down(scene)
+    if not is_slow:
         scene.decode.freeze_transport()
     client = scene.start()
     client.wait_tokens(1, REACHED_WITHIN_S)
     scene.find_prefill(lambda metrics: metrics.get("pdmesh_transfers_reading") == 1, "a pull")
-    if is_throttled:
+    if is_slow:
         time.sleep(PART_S)
+
+
+def _slow_down(scene: Scene) -> bool:
+    """Whether a pull takes seconds: over a connector that is told so, or over wires that are thin from now on."""
+    wires = scene.stage.settings.wires
+    if wires is None:
+        return scene.stage.settings.connector is Connector.GRPC
+    for prefill in scene.stage.prefills:
+        wires.set(prefill.station, scene.decode.station, Quality(rate_bytes_s=SLOW_BYTES_S))
+    return True
 
 
 def _fetched(scene: Scene) -> None:
@@ -158,7 +169,7 @@ def _fetched(scene: Scene) -> None:
     # The pull ends in the core, and nobody in the server hears of it.
     scene.decode.freeze_server()
     scene.decode.thaw_transport()
-    time.sleep(THROTTLED_WITHIN_S if scene.stage.settings.connector is Connector.GRPC else PULLED_WITHIN_S)
+    time.sleep(SLOWLY_PULLED_WITHIN_S if _slow_down(scene) else PULLED_WITHIN_S)
 
 
 def _generating(count: int) -> Callable[[Scene], None]:

@@ -37,7 +37,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def right_tokens(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Cell], list[int]]]:
+def right_tokens(
+    models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Cell], list[int]]]:
     """What one engine alone answers to a cell's request."""
     folder, port = tmp_path_factory.mktemp("single"), free_port()
     flags = ("--model", str(models[0]), "--dtype", "float32", "--port", str(port), "--grpc-port", "0")

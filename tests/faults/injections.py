@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-
 import httpx
 import numpy as np
 
@@ -47,7 +46,6 @@ def prepare(scene: Scene, row: Row) -> None:
     if row.fault is Fault.WRONG_MODEL and not scene.stage.stranger.is_alive:
         scene.stage.stranger.start()
         scene.stage.stranger.wait_ready()
-
 
     elif row.fault is Fault.CLOCK_SKEW:
         _skew(scene)
@@ -150,7 +148,10 @@ def _flip(node: Node) -> int:
     values = dict(pair.split("=") for pair in labels[labels.index("{") + 1 : -1].replace('"', "").split(","))
     shape = PoolShape(int(values["num_gpu_blocks"]), int(values["block_bytes"]))
     flipped = 0
-    with node.pool_file().open("r+b") as file, contextlib.closing(mmap.mmap(file.fileno(), shape.total_bytes)) as memory:
+    with (
+        node.pool_file().open("r+b") as file,
+        contextlib.closing(mmap.mmap(file.fileno(), shape.total_bytes)) as memory,
+    ):
         blocks = np.frombuffer(memory, dtype=np.uint8, offset=shape.header_bytes).reshape(-1, shape.block_bytes)
         for block in blocks:
             if block.any():

@@ -90,7 +90,9 @@ class Row:
 
     @property
     def name(self) -> str:
-        return f"{self.fault} {self.target}".strip() if self.fault is not Fault.FREEZE else f"{self.target} {self.fault}"
+        return (
+            f"{self.fault} {self.target}".strip() if self.fault is not Fault.FREEZE else f"{self.target} {self.fault}"
+        )
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -139,9 +141,7 @@ LEFT = frozenset({Answer.LEFT})
 _ALONE: dict[tuple[Row, Column], frozenset[Answer]] = {
     **{(Row(Fault.KILL, Target.PROXY), column): OR_BROKEN for column in COLUMNS},
     **{(Row(Fault.KILL, Target.PREFILL), column): OR_UNAVAILABLE for column in UNTIL_OFFERED},
-    **{
-        (Row(Fault.KILL, Target.PREFILL), column): OR_TRANSFER_FAILED for column in (Column.OFFERED, Column.MID_FETCH)
-    },
+    **{(Row(Fault.KILL, Target.PREFILL), column): OR_TRANSFER_FAILED for column in (Column.OFFERED, Column.MID_FETCH)},
     **{(Row(Fault.KILL, Target.DECODE), column): OR_UNAVAILABLE for column in COLUMNS},
     # Frozen for as long as a call to it may take.
     **{

@@ -17,21 +17,21 @@ TITLES = {
     ),
     Policy.ALONE: (
         "Without one",
-        "One of each, `--kv-load-failure-policy fail`, `--max-retries 0`. Required: the right tokens, or the error that the second "
-        "line of a cell names.",
+        "One of each, `--kv-load-failure-policy fail`, `--max-retries 0`. Required: the right tokens, or the error that the "
+        "second line of a cell names.",
     ),
 }
 INTRODUCTION = """# What a fault comes to
 
 Written by `./dev faults` from its results; do not edit. Rows are what is done to the mesh, columns the moment of the request at
-which it is done. The meshes are real services with a tiny random model in float32, real NIXL, real Valkey; prompts have 600 tokens
-(ten chunks, 19 blocks), answers 12, greedy or seeded. What each cell must come to stands in
+which it is done. The meshes are real services with a tiny random model in float32, real NIXL, real Valkey; prompts have 600
+tokens (ten chunks, 19 blocks), answers 12, greedy or seeded. What each cell must come to stands in
 [tests/faults/matrix.py](../tests/faults/matrix.py) and was there before the cell was run.
 
-In a cell: what the client got, the seconds from its request to the answer's end (the fault's own time included), and the seconds from
-then until no node held a block, an offer or a lookup any more; where a cell is run over several connectors, the slowest of each.
-`right`: every token is the single engine's. `503`: PeerUnavailable or Draining. `502`: TransferFailed. `connection ended`: without the
-stream's end mark. `left`: the client went away. Before each of the last four there was no token, or only right ones.
+In a cell: what the client got, the seconds from its request to the answer's end (the fault's own time included), and the seconds
+from then until no node held a block, an offer or a lookup any more; where a cell is run over several connectors, the slowest of
+each. `right`: every token is the single engine's. `503`: PeerUnavailable or Draining. `502`: TransferFailed. `connection ended`:
+without the stream's end mark. `left`: the client went away. Before each of the last four there was no token, or only right ones.
 """
 
 

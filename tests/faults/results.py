@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,7 @@ def _git(*arguments: str) -> str:
     except OSError:
         return ""
     return done.stdout.strip()
+
+
+if __name__ == "__main__" and "--forget" in sys.argv:
+    todays().unlink(missing_ok=True)

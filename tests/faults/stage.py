@@ -27,7 +27,7 @@ CHUNK_TOKENS = 64
 PREFILL_ROWS = 2
 POOL_BYTES = 4 << 20
 # Two seconds for a prompt of the tests' length.
-THROTTLE_BYTES_S = 300_000
+SLOW_BYTES_S = 300_000
 VALKEY_BYTES = 64 << 20
 # The lease, the beat of whoever renews it, and a busy machine.
 LEASE_MARGIN_S = 4.0
@@ -42,7 +42,11 @@ HELD = (
     "pdmesh_kvcache_open_lookups",
     "pdmesh_kvcache_slots_pinned",
 )
-DEFECTS = ("pdmesh_unexpected_errors_total", "pdmesh_illegal_state_events_total", "pdmesh_core_undecodable_messages_total")
+DEFECTS = (
+    "pdmesh_unexpected_errors_total",
+    "pdmesh_illegal_state_events_total",
+    "pdmesh_core_undecodable_messages_total",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,8 @@ class Stage:
 
     def mend(self) -> None:
         """Start what has died, thaw what is frozen, and return when all of it serves."""
+        if self.settings.wires is not None:
+            self.settings.wires.clear()
         for node in self.nodes:
             node.thaw()
             if not node.is_alive:
@@ -182,9 +188,9 @@ class Stage:
 
     def _options(self) -> tuple[str, ...]:
         """What makes a pull over gRPC long enough to be met in its midst."""
-        if self.settings.connector is not Connector.GRPC:
+        if self.settings.connector is not Connector.GRPC or self.settings.wires is not None:
             return ()
-        return ("--connector-options", json.dumps({Connector.GRPC: {"throttle_bytes_s": THROTTLE_BYTES_S}}))
+        return ("--connector-options", json.dumps({Connector.GRPC: {"throttle_bytes_s": SLOW_BYTES_S}}))
 
     def _proxy(self, number: int) -> Node:
         settings = self.settings

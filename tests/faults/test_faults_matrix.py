@@ -9,20 +9,19 @@ from pathlib import Path
 import pytest
 
 from faults.matrix import Cell, all_cells
-from faults.results import Results, tested_commit
+from faults.results import Results, tested_commit, todays
 from faults.stage import Stage
 from faults.trial import check
 
-RESULTS_VARIABLE = "PDMESH_TEST_FAULTS_RESULTS"
-"""The file to keep results in; without it none are kept."""
+KEEP_VARIABLE = "PDMESH_TEST_FAULTS"
+"""Set: results are kept, and what has passed is not run again."""
 
 pytestmark = [pytest.mark.mesh, pytest.mark.full, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="session")
 def results() -> Results | None:
-    path = os.environ.get(RESULTS_VARIABLE)
-    return Results(Path(path), tested_commit()) if path else None
+    return Results(todays(), tested_commit()) if os.environ.get(KEEP_VARIABLE) else None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 TUN = Path("/dev/net/tun")
@@ -40,6 +40,9 @@ class Quality:
     drop: float = 0.0
     delay_s: float = 0.0
     cut: bool = False
+    """Also for what is under way."""
+    rate_bytes_s: float = 0.0
+    """0: no limit."""
 
 
 GOOD = Quality()
@@ -65,7 +68,7 @@ class Wires:
 
     def set(self, one: int, other: int, quality: Quality) -> None:
         """Change a link; in force when this returns."""
-        self._tell({"between": [one, other], "drop": quality.drop, "delay_s": quality.delay_s, "cut": quality.cut})
+        self._tell({"between": [one, other]} | asdict(quality))
 
     def clear(self) -> None:
         """Make every link good again."""
@@ -139,7 +142,9 @@ class Forwarder:
             for station in range(num_stations)
         }
         self._links: dict[frozenset[int], Quality] = {}
-        self._late: list[tuple[float, int, int, bytes]] = []
+        self._free_at_s: dict[frozenset[int], float] = {}
+        """When a link whose rate is limited may take its next packet."""
+        self._late: list[tuple[float, int, frozenset[int], int, bytes]] = []
         self._count = 0
         self._random = random.Random(1)
 
@@ -165,6 +170,7 @@ class Forwarder:
     def _obey(self, order: dict[str, object]) -> None:
         if not order:
             self._links.clear()
+            self._free_at_s.clear()
         else:
             between = order.pop("between")
             assert isinstance(between, Sequence)
@@ -176,19 +182,26 @@ class Forwarder:
         to, source = self._stations.get(packet[DESTINATION]), self._stations.get(packet[SOURCE])
         if packet[0] >> 4 != IPV4 or to is None or source is None:
             return
-        quality = self._links.get(frozenset((to, source)), GOOD)
+        link = frozenset((to, source))
+        quality = self._links.get(link, GOOD)
         if quality.cut or self._random.random() < quality.drop:
             return
-        if not quality.delay_s:
+        due_s = now_s = time.monotonic()
+        if quality.rate_bytes_s:
+            due_s = max(now_s, self._free_at_s.get(link, now_s))
+            self._free_at_s[link] = due_s + len(packet) / quality.rate_bytes_s
+        due_s += quality.delay_s
+        if due_s <= now_s:
             self._put(to, packet)
         elif len(self._late) < QUEUE_PACKETS:
             self._count += 1
-            heapq.heappush(self._late, (time.monotonic() + quality.delay_s, self._count, to, packet))
+            heapq.heappush(self._late, (due_s, self._count, link, to, packet))
 
     def _send_late(self) -> None:
         while self._late and self._late[0][0] <= time.monotonic():
-            _, _, to, packet = heapq.heappop(self._late)
-            self._put(to, packet)
+            _, _, link, to, packet = heapq.heappop(self._late)
+            if not self._links.get(link, GOOD).cut:
+                self._put(to, packet)
 
     def _put(self, to: int, packet: bytes) -> None:
         # Where its queue is full the packet is lost, as on any wire.
