@@ -19,8 +19,11 @@ SOURCE_FOLDERS = (
 )
 MAX_LINES = 400
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc"}
-FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
-FORBIDDEN_CALLS = {"eval", "exec"}
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "jsonpickle", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+# By the last part of the name called: argument -> the value that it must have.
+NEEDED_ARGUMENTS = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
+FORBIDDEN_METHODS = {"yaml.load", "yaml.full_load", "yaml.unsafe_load", "torch.save", "np.save", "numpy.save"}
 CONFIG_MODULES = (
     "pdmesh.config",
     "pdmesh.supervisor.config",
@@ -50,8 +53,50 @@ def test_module_keeps_the_rules(path: Path) -> None:
             assert not {alias.name.split(".")[0] for alias in node.names} & FORBIDDEN_MODULES
         elif isinstance(node, ast.ImportFrom):
             assert (node.module or "").split(".")[0] not in FORBIDDEN_MODULES
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in FORBIDDEN_CALLS, f"line {node.lineno}: no {node.func.id}"
+        elif isinstance(node, ast.Call):
+            assert not (problem := runs_what_it_reads(node)), f"line {node.lineno}: {problem}"
+
+
+def runs_what_it_reads(call: ast.Call) -> str:
+    """Why a call may run code that comes from outside; empty when it can't."""
+    if isinstance(call.func, ast.Name):
+        return f"no {call.func.id}" if call.func.id in FORBIDDEN_CALLS else ""
+    called = ast.unparse(call.func)
+    given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+    if called in FORBIDDEN_METHODS or given.get("allow_pickle") == "True":
+        return f"no {ast.unparse(call)[:60]}"
+    name, value = NEEDED_ARGUMENTS.get(called.replace("numpy.", "np."), ("", None))
+    return f"{called} needs {name}={value}" if name and given.get(name) != repr(value) else ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "eval(text)",
+        "exec(text)",
+        "yaml.load(text)",
+        "yaml.load(text, Loader=yaml.Loader)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path)",
+        "numpy.load(path, allow_pickle=True)",
+        "np.lib.format.read_array(file, allow_pickle=True)",
+        "__import__(name)",
+    ],
+)
+def test_the_rule_sees_what_runs_what_it_reads(source: str) -> None:
+    statement = ast.parse(source, mode="eval").body
+    assert isinstance(statement, ast.Call)
+    assert runs_what_it_reads(statement)
+
+
+@pytest.mark.parametrize(
+    "source", ["yaml.safe_load(text)", "torch.load(path, weights_only=True)", "json.load(file)", "re.compile(text)"]
+)
+def test_the_rule_lets_other_readers_be(source: str) -> None:
+    statement = ast.parse(source, mode="eval").body
+    assert isinstance(statement, ast.Call)
+    assert not runs_what_it_reads(statement)
 
 
 def settings_classes() -> list[type[Settings]]:

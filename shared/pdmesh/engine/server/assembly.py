@@ -190,6 +190,7 @@ def assemble(
             endings=endings,
             handoff=handoff,
             board=board,
+            takes_params=config.on_loopback or bool(config.api_key),
         ),
         tier=tier,
         resets=resets,

@@ -13,7 +13,7 @@ from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.requests import RunningRequest, Sink
 from pdmesh.engine.server.submission import StockLeg, Submission
 from pdmesh.engine.server.transfer_params import check_prompt, parse, remote_kv
-from pdmesh.errors import Overloaded, from_code
+from pdmesh.errors import Forbidden, Overloaded, from_code
 from pdmesh.openai.generator import DIRECT, Generator, ModelCard, TokenRequest, Trace
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
 
@@ -36,8 +36,11 @@ class LocalGenerator(Generator):
         endings: Endings,
         handoff: Handoff,
         board: LoadBoard,
+        takes_params: bool,
     ) -> None:
+        """`takes_params`: whether whoever reaches the HTTP port may hand over by `kv_transfer_params`."""
         self._identity = identity
+        self._takes_params = takes_params
         self._card = ModelCard(
             name=identity.model_name,
             root=root,
@@ -61,6 +64,11 @@ class LocalGenerator(Generator):
         return self.core_alive and not self._board.draining
 
     async def generate(self, request: TokenRequest) -> AsyncIterator[ChoiceDelta]:
+        if request.kv_transfer_params is not None and not self._takes_params:
+            raise Forbidden(
+                "kv_transfer_params at an engine that other machines can reach needs --api-key",
+                param="kv_transfer_params",
+            )
         leg = _stock_leg(request)
         inbox, is_traced = _Inbox(), False
         running = self._submission.submit(_engine_request(request), inbox, leg)
