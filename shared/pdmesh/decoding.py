@@ -1,4 +1,4 @@
-"""What a gRPC server answers to a message that is not one: INVALID_ARGUMENT and a line of log.
+"""What a gRPC server answers to a message that is not one, or whose handler raises InvalidRequest: INVALID_ARGUMENT and a line.
 
 By itself gRPC answers UNKNOWN and logs a traceback, as if the server were at fault.
 """
@@ -48,14 +48,14 @@ class DecodeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _guard(method: str, handler: Handler) -> Handler:
-    """Make a handler of the same kind that refuses what cannot be decoded."""
+    """Make a handler of the same kind that refuses what cannot be decoded, or what the handler finds invalid."""
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     behavior = getattr(handler, kind)
 
     async def answer(request: Any, context: Context) -> Any:
         try:
             return await behavior(_decoded(request), context)
-        except Undecodable as exc:
+        except InvalidRequest as exc:
             await _refuse(method, exc, context)
 
     async def answer_all(request: Any, context: Context) -> AsyncIterator[Any]:
@@ -64,7 +64,7 @@ def _guard(method: str, handler: Handler) -> Handler:
             async with contextlib.aclosing(behavior(_decoded(request), context)) as messages:
                 async for message in messages:
                     yield message
-        except Undecodable as exc:
+        except InvalidRequest as exc:
             await _refuse(method, exc, context)
 
     decode = handler.request_deserializer
@@ -98,6 +98,6 @@ def _decoded(request: Any) -> Any:
     return request
 
 
-async def _refuse(method: str, error: Undecodable, context: Context) -> None:
+async def _refuse(method: str, error: InvalidRequest, context: Context) -> None:
     log.warning("%s from %s: %s", method, context.peer(), error.message)
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)

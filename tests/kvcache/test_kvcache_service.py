@@ -51,6 +51,41 @@ def test_what_is_stored_is_found_and_read_by_another_engine() -> None:
     asyncio.run(scenario(("nixl",)))
 
 
+def test_the_end_of_an_unknown_lookup_is_answered_and_remembered() -> None:
+    """The answer did not say who gave it, and a lookup that its own end had overtaken pinned slots for a lease."""
+
+    async def scenario() -> None:
+        keys = chain("prompt", 3)
+        async with running_tier() as tier, running_engine("prefill") as prefill:
+
+            async def end(transfer_id: str, peer_id: str = "", *, committed: bool = True) -> pb.EndTransferReply:
+                request = pb.EndTransferRequest(transfer_id=transfer_id, committed=committed, peer_id=peer_id)
+                reply: pb.EndTransferReply = await tier.peer.EndTransfer(request, timeout=5, metadata=tier.metadata)
+                return reply
+
+            # Before any arena there is only the service to answer.
+            nobody = await end("never", "kvcache@12")
+            assert nobody.peer_id.endswith("@0")
+            prefill.fill([0, 1, 2], seed=1)
+            await prefill.store(tier, keys, [0, 1, 2])
+            await tier.until("store_blocks_committed_total", at_least(3))
+            arena = (await tier.lookup(keys, transfer_id="t1")).peer_id
+            assert (await end("t1", arena)).known
+            again = await end("t1", arena)
+            assert (again.known, again.outcome, again.peer_id) == (False, "committed", arena)
+            # An engine of the release before names no arena.
+            assert (await end("t1")).peer_id == arena
+            overtaking = await end("t2", arena, committed=False)
+            assert (overtaking.known, overtaking.peer_id) == (False, arena)
+            with pytest.raises(grpc.aio.AioRpcError, match="transfer_id t2 was used before"):
+                await tier.lookup(keys, transfer_id="t2")
+            assert (await tier.stats()).num_pinned == 0
+            # Of an arena that is no more.
+            assert (await end("t3", "kvcache@12")).peer_id.endswith("@0")
+
+    asyncio.run(scenario())
+
+
 def test_blocks_that_the_engine_reused_are_dropped_and_those_before_them_kept() -> None:
     async def scenario() -> None:
         keys = chain("prompt", 12)

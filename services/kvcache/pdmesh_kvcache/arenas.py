@@ -72,6 +72,16 @@ class ArenaSet:
         """Find the arena in which a lookup pinned something."""
         return next((host for host in self._hosts if host.index.has_pin(lookup_pin(transfer_id))), None)
 
+    @property
+    def peer_id(self) -> str:
+        """What answers where no arena does: this service, as the owner of no pool."""
+        return f"{self._engine_id}@0"
+
+    def of_end(self, transfer_id: str, peer_id: str) -> ArenaHost | None:
+        """Find the arena that an end is for: where its lookup pinned something or is remembered, else the one that it names."""
+        remembering = (host for host in self._hosts if host.offers.outcome_of(transfer_id) is not None)
+        return self.of_lookup(transfer_id) or next(remembering, None) or self.of_peer_id(peer_id)
+
     def of_peer_id(self, peer_id: str) -> ArenaHost | None:
         """Find an arena by its pool's id."""
         return next((host for host in self._hosts if host.arena.peer_id == peer_id), None)

@@ -89,7 +89,9 @@ class ArenaHost:
             self._num_users -= 1
 
     def open_lookup(self, transfer_id: str, within_s: float) -> None:
-        """Start a lookup. Raises ValueError when the id was used before."""
+        """Start a lookup. Raises ValueError when the id was used before, if only by an end that overtook it."""
+        if self.offers.outcome_of(transfer_id) is not None:
+            raise ValueError(f"transfer {transfer_id} has ended")
         self.offers.open(
             transfer_id,
             request_id=transfer_id,

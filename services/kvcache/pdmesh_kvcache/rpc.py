@@ -11,6 +11,7 @@ import grpc.aio
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
+from pdmesh.protocol.peer_bounds import check_end, check_handshake, check_read, check_renew
 from pdmesh.protocol.wire import blocks_to_pb, error_to_pb
 from pdmesh_kvcache.arena import BlockKind
 from pdmesh_kvcache.arenas import ArenaSet
@@ -121,6 +122,7 @@ class TierPeer(mesh_pb2_grpc.KVPeerServicer):
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:
         """Introduce the arena of the caller's model and layout, made now if the caller says how large its blocks are."""
+        check_handshake(request)
         try:
             host = await self._host_of(request)
         except InvalidRequest as exc:
@@ -158,6 +160,7 @@ class TierPeer(mesh_pb2_grpc.KVPeerServicer):
 
     async def RenewTransfers(self, request: pb.RenewTransfersRequest, context: Context) -> pb.RenewTransfersReply:
         """Extend the pins of lookups; answers with those that have ended."""
+        check_renew(request)
         ended = []
         for transfer_id in request.transfer_ids:
             host = self._arenas.of_lookup(transfer_id)
@@ -169,15 +172,18 @@ class TierPeer(mesh_pb2_grpc.KVPeerServicer):
 
     async def EndTransfer(self, request: pb.EndTransferRequest, context: Context) -> pb.EndTransferReply:
         """Let go of a lookup's pins, whether its blocks were read or not."""
-        host = self._arenas.of_lookup(request.transfer_id)
+        check_end(request)
+        host = self._arenas.of_end(request.transfer_id, request.peer_id)
         if host is None:
-            return pb.EndTransferReply(known=False)
+            return pb.EndTransferReply(known=False, peer_id=self._arenas.peer_id)
+        # Also of a lookup that is not there: it may be under way, and finds then that nobody waits for it.
         reply: pb.EndTransferReply = await host.owner.EndTransfer(request, context)
         host.end_lookup(request.transfer_id)
         return reply
 
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Context) -> AsyncIterator[pb.BlockChunk]:
         """Stream blocks of the arena that the caller shook hands with."""
+        check_read(request)
         host = self._arenas.of_peer_id(request.peer_id)
         if host is None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"peer_lost: {request.peer_id} is gone")

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from pdmesh.connector.pool import KVPool
-from pdmesh.errors import HandshakeRefused, InvalidRequest, MeshError, TransferFailed
+from pdmesh.errors import HandshakeRefused, InvalidRequest, MeshError, Overloaded, TransferFailed
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.capabilities import (
@@ -26,6 +26,7 @@ from pdmesh.protocol.capabilities import (
 )
 from pdmesh.protocol.exchange import Exchange, KVDescription, KVNames, description_to_pb, exchange, names_from_pb
 from pdmesh.protocol.offers import EndedOffer, OfferTable
+from pdmesh.protocol.peer_bounds import MAX_TRANSFERS, check_begin, check_end, check_handshake, check_read, check_renew
 from pdmesh.protocol.transfers import Begun, Ended, begin_from_pb, begun_to_pb, end_from_pb, ended_to_pb
 from pdmesh.protocol.version import agree
 
@@ -102,6 +103,7 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:
         """Agree on a protocol version and tell what the pool is; refuses whom its KV is of no use to."""
+        check_handshake(request)
         try:
             version = agree(request.protocol_min, request.protocol_max, peer=request.peer_id)
             check_pools(OWN, capabilities_from_pb(request.capabilities), request.peer_id)
@@ -124,8 +126,12 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
 
     async def BeginTransfer(self, request: pb.BeginTransferRequest, context: Context) -> pb.BeginTransferReply:
         """Let a consumer read an offer's blocks; a refusal is an ErrorInfo in the reply."""
+        check_begin(request, self._pool.shape.num_blocks)
         begin = begin_from_pb(request)
         try:
+            is_new = self.offers.outcome_of(begin.transfer_id) is None
+            if is_new and self.offers.num_transfers >= MAX_TRANSFERS:
+                raise Overloaded(f"{self._peer_id} has {MAX_TRANSFERS} transfers under way, its limit")
             view = self.offers.begin(
                 begin.transfer_id,
                 begin.consumer_id,
@@ -142,12 +148,14 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
 
     async def RenewTransfers(self, request: pb.RenewTransfersRequest, context: Context) -> pb.RenewTransfersReply:
         """Extend the leases of running transfers; answers with those that have ended."""
+        check_renew(request)
         ended = [each for each in request.transfer_ids if not self.offers.renew_transfer(each)]
         self.settle()
         return pb.RenewTransfersReply(ended=ended)
 
     async def EndTransfer(self, request: pb.EndTransferRequest, context: Context) -> pb.EndTransferReply:
         """Take note of a transfer's outcome; say how it has ended here, which is another when its lease was over first."""
+        check_end(request)
         end = end_from_pb(request)
         known = self.offers.end(end.transfer_id, end.committed, end.reason)
         self.settle()
@@ -161,6 +169,7 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
 
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Context) -> AsyncIterator[pb.BlockChunk]:
         """Stream blocks, and with each chunk the generation words read after its data were copied."""
+        check_read(request)
         try:
             chunks = read_chunks(self._pool, self._peer_id, request)
         except TransferFailed as exc:

@@ -30,6 +30,7 @@ from pdmesh.protocol.capabilities import capabilities_from_pb
 from pdmesh.protocol.exchange import KVDescription
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import RENEW_INTERVAL_S
+from pdmesh.protocol.peer_bounds import MAX_REASON_CHARS
 from pdmesh.protocol.transfers import Begin, Begun, End, Ended, begin_to_pb, begun_from_pb, end_to_pb, ended_from_pb
 from pdmesh.security import MeshSecret
 
@@ -203,7 +204,9 @@ class PeerDirectory:
         if peer is None:
             return None
         peer.transfers.discard(transfer_id)
-        request = end_to_pb(End(transfer_id=transfer_id, committed=committed, reason=reason))
+        request = end_to_pb(
+            End(transfer_id=transfer_id, committed=committed, reason=reason[:MAX_REASON_CHARS], peer_id=peer_id)
+        )
         ended = None
         try:
             async with self._calling(peer):

@@ -1040,19 +1040,23 @@ class EndTransferRequest(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PEER_ID_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     committed: _builtins.bool
     reason: _builtins.str
+    peer_id: _builtins.str
+    """of the owner that it is for, where an address has several pools; empty from an earlier release"""
     def __init__(
         self,
         *,
         transfer_id: _builtins.str = ...,
         committed: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        peer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "reason", b"reason", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "peer_id", b"peer_id", "reason", b"reason", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

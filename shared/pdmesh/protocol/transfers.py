@@ -56,6 +56,8 @@ class End:
     transfer_id: str
     committed: bool
     reason: str = ""
+    peer_id: str = ""
+    """Of the owner that it is for; empty from a consumer of an earlier release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +118,19 @@ def begun_from_pb(message: pb.BeginTransferReply) -> Begun:
 
 def end_to_pb(end: End) -> pb.EndTransferRequest:
     """Encode an end."""
-    return pb.EndTransferRequest(transfer_id=end.transfer_id, committed=end.committed, reason=end.reason)
+    return pb.EndTransferRequest(
+        transfer_id=end.transfer_id, committed=end.committed, reason=end.reason, peer_id=end.peer_id
+    )
 
 
 def end_from_pb(message: pb.EndTransferRequest) -> End:
     """Decode an end."""
-    return End(transfer_id=message.transfer_id, committed=message.committed, reason=message.reason)
+    return End(
+        transfer_id=message.transfer_id,
+        committed=message.committed,
+        reason=message.reason,
+        peer_id=message.peer_id,
+    )
 
 
 def ended_to_pb(ended: Ended) -> pb.EndTransferReply:

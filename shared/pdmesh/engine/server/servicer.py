@@ -15,7 +15,7 @@ from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.orderly_writes import OrderlyWrites
 from pdmesh.engine.server.sessions import Broken, Session, Sessions
-from pdmesh.engine.server.submission import Submission
+from pdmesh.engine.server.submission import MAX_CHOICES, Submission
 from pdmesh.errors import InternalError, MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
@@ -122,7 +122,8 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
         except Exception as exc:
             # A request's fault is its own: the session's others go on.
             error = exc if isinstance(exc, MeshError) else self._unexpected("submit", exc)
-            for choice in message.choices or [0]:
+            # Of more choices than there can be one is told: no answer is larger than its request.
+            for choice in (message.choices if len(message.choices) <= MAX_CHOICES else message.choices[:1]) or [0]:
                 session.put(error_delta(message.request_id, choice, error))
 
     async def _read_control(self, session_id: str, context: Context, writes: OrderlyWrites) -> None:

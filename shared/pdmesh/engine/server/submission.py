@@ -38,6 +38,10 @@ from pdmesh.protocol.messages import GenerateRequest, KVSource
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_CHARS = 256
+# As the API's largest n.
+MAX_CHOICES = 16384
+# The proxy's, made of a tenant's name and a client's own, is far below.
+MAX_SALT_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +190,13 @@ def check_request(request: GenerateRequest, ready: CoreReady) -> NDArray[np.int6
         raise InvalidRequest("the prompt holds a token id beyond 64 bits", param="prompt") from exc
     if not 0 <= tokens.min() <= tokens.max() < ready.vocab_size:
         raise InvalidRequest(f"the prompt holds a token id outside 0…{ready.vocab_size - 1}", param="prompt")
+    if len(request.cache_salt) > MAX_SALT_CHARS:
+        raise InvalidRequest(
+            f"cache_salt has {len(request.cache_salt)} characters, at most {MAX_SALT_CHARS} are taken",
+            param="cache_salt",
+        )
+    if len(request.choices) > MAX_CHOICES:
+        raise InvalidRequest(f"choices: {len(request.choices)} given, at most {MAX_CHOICES} are taken", param="n")
     if not request.choices or len(set(request.choices)) != len(request.choices):
         raise InvalidRequest("choices must be distinct, and at least one", param="n")
     return tokens

@@ -1,0 +1,84 @@
+"""What an owner takes from a consumer at most: a faulty peer is told the field and its limit, and costs nothing that stays.
+
+Ids are remembered after a transfer's end and stand in errors and logs, so that none may be of any length.
+"""
+
+from collections.abc import Sized
+
+from pdmesh.errors import InvalidRequest
+from pdmesh.protocol import mesh_pb2 as pb
+
+MAX_ID_CHARS = 256
+MAX_REASON_CHARS = 1024
+MAX_DIGEST_BYTES = 64
+MAX_GROUPS = 256
+"""Of KV groups in one message; models have a handful."""
+MAX_CAPABILITIES = 256
+MAX_TRANSFERS = 1 << 16
+"""That run at one owner, and that one call may renew."""
+
+
+def check_handshake(request: pb.HandshakeRequest) -> None:
+    """Raise InvalidRequest that names the field."""
+    _check_text("peer_id", request.peer_id, MAX_ID_CHARS)
+    _check_text("model_fingerprint", request.model_fingerprint, MAX_ID_CHARS)
+    _check_count("layout_fingerprints", request.layout_fingerprints, MAX_GROUPS)
+    for fingerprint in request.layout_fingerprints:
+        _check_text("layout_fingerprints", fingerprint, MAX_ID_CHARS)
+    _check_count("block_bytes", request.block_bytes, MAX_GROUPS)
+    _check_count("capabilities", request.capabilities, MAX_CAPABILITIES)
+
+
+def check_begin(request: pb.BeginTransferRequest, num_blocks: int) -> None:
+    """Raise InvalidRequest that names the field; `num_blocks` is the pool's."""
+    _check_id("transfer_id", request.transfer_id)
+    _check_id("consumer_id", request.consumer_id)
+    _check_id("offer_id", request.offer_id)
+    if len(request.digest) > MAX_DIGEST_BYTES:
+        raise _too_long("digest", len(request.digest), f"{MAX_DIGEST_BYTES} bytes")
+    _check_count("groups", request.groups, MAX_GROUPS)
+    for group in request.groups:
+        _check_count("groups.block_ids", group.block_ids, num_blocks)
+        if group.generations and len(group.generations) != len(group.block_ids):
+            raise InvalidRequest(
+                f"groups.generations: {len(group.generations)} given for {len(group.block_ids)} blocks; one each, or none",
+                param="groups.generations",
+            )
+
+
+def check_renew(request: pb.RenewTransfersRequest) -> None:
+    """Raise InvalidRequest that names the field."""
+    _check_count("transfer_ids", request.transfer_ids, MAX_TRANSFERS)
+    for each in request.transfer_ids:
+        _check_id("transfer_ids", each)
+
+
+def check_end(request: pb.EndTransferRequest) -> None:
+    """Raise InvalidRequest that names the field."""
+    _check_id("transfer_id", request.transfer_id)
+    _check_text("peer_id", request.peer_id, MAX_ID_CHARS)
+    _check_text("reason", request.reason, MAX_REASON_CHARS)
+
+
+def check_read(request: pb.ReadBlocksRequest) -> None:
+    """Raise InvalidRequest that names the field; which blocks there are the pool knows."""
+    _check_text("peer_id", request.peer_id, MAX_ID_CHARS)
+
+
+def _check_id(field: str, value: str) -> None:
+    if not 0 < len(value) <= MAX_ID_CHARS:
+        raise InvalidRequest(f"{field} must have 1 to {MAX_ID_CHARS} characters, got {len(value)}", param=field)
+
+
+def _check_text(field: str, value: str, most: int) -> None:
+    if len(value) > most:
+        raise _too_long(field, len(value), f"{most} characters")
+
+
+def _check_count(field: str, values: Sized, most: int) -> None:
+    if len(values) > most:
+        raise _too_long(field, len(values), str(most))
+
+
+def _too_long(field: str, given: int, most: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {given} given, at most {most} are taken", param=field)
