@@ -43,7 +43,7 @@ class SetupError(Exception):
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="./dev", description="Run or test pdmesh from this checkout.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="up | test | faults | fmt | proto")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="up | test | faults | soak | fmt | proto")
     commands.add_parser("up", add_help=False, help="install what is needed and start a mesh (./dev up --help)")
     test = commands.add_parser(
         "test",
@@ -63,15 +63,19 @@ def main() -> int:
     )
     faults.add_argument("--fresh", action="store_true", help="forget today's results first")
     faults.add_argument("--report", action="store_true", help="only write docs/faults.md from the last results")
+    commands.add_parser(
+        "soak",
+        add_help=False,
+        help="30 minutes of load and faults, every answer checked (./dev soak --help)",
+    )
     commands.add_parser("fmt", help="format the code and mend what the linter can")
     commands.add_parser("proto", help="generate the gRPC code from mesh.proto")
     chosen, rest = parser.parse_known_args()
     if rest and chosen.command in ("fmt", "proto"):
         parser.error(f"unknown argument {rest[0]}")
     try:
-        return {"up": _up, "test": _test, "faults": _faults, "fmt": _format, "proto": _proto}[chosen.command](
-            chosen, rest
-        )
+        does = {"up": _up, "test": _test, "faults": _faults, "soak": _soak, "fmt": _format, "proto": _proto}
+        return does[chosen.command](chosen, rest)
     except SetupError as exc:
         print(f"./dev: {exc}", file=sys.stderr)
         return 1
@@ -117,6 +121,14 @@ def _faults(chosen: argparse.Namespace, rest: list[str]) -> int:
         print(f"== {' '.join(pytest)}", flush=True)
         code = _in_venv(pytest, environment)
     return _in_venv(["python", "-m", "faults.report"], environment) or code
+
+
+def _soak(chosen: argparse.Namespace, rest: list[str]) -> int:
+    _install("embedded,dev")
+    # The services under test run with few threads and never reach for a hub, as in the tests.
+    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
+    return _in_venv(["python", "-m", "soak", *rest], {**os.environ, **quiet, "PYTHONPATH": path})
 
 
 def _workers() -> list[str]:

@@ -65,6 +65,7 @@ SLOW_FILES = {
     "test_models_gemma.py",
     "test_models_hybrid_engine.py",
     "test_models_transformers.py",
+    "test_soak_minute.py",
 }
 
 
