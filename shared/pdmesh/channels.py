@@ -37,6 +37,16 @@ def open_blocking_channel(address: str, secret: MeshSecret, *options: tuple[str,
     return grpc.secure_channel(address, _client_credentials(files), options=[*every, *_tls_options(files)])
 
 
+async def disconnected(channel: grpc.aio.Channel) -> None:
+    """Return when a channel that has connected has no connection any more, or is closed here."""
+    try:
+        while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
+            await channel.wait_for_state_change(state)
+    except grpc.aio.UsageError:
+        # Closed meanwhile.
+        return
+
+
 def add_port(server: grpc.aio.Server, address: str, secret: MeshSecret) -> int:
     """Bind `host:port`; returns the port. Raises RuntimeError when it is taken."""
     files = secret.certificates

@@ -1,6 +1,7 @@
 """Owner and consumer over real gRPC: handshakes, fallbacks, transfers and their leases, restarts and deaths."""
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -592,5 +593,69 @@ def test_blocks_are_read_only_from_the_owner_they_were_promised_by() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.EndTransfer(pb.EndTransferRequest(transfer_id="t"), timeout=2)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_owner_is_let_go_though_nobody_calls_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod that is replaced by one with another name and address left its memory mapped for ever."""
+    monkeypatch.setattr(peers_module, "DISCONNECTED_PAUSE_S", 0.05)
+
+    async def scenario() -> None:
+        half = Half()
+        async with directory(half) as peers:
+            async with owning("old@1") as owner:
+                await peers.reach(owner.address, 5)
+            async with asyncio.timeout(10):
+                while half.detached != ["old@1"]:
+                    await asyncio.sleep(0.02)
+            assert peers.lost == 1
+
+    asyncio.run(scenario())
+
+
+class Relay:
+    """Passes TCP on to a port, until its connections are cut."""
+
+    def __init__(self, port: int) -> None:
+        self.num_connections = 0
+        self._port = port
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers |= {writer, far_writer}
+        await asyncio.gather(self._pass_on(reader, far_writer), self._pass_on(far_reader, writer))
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(1 << 16):
+                writer.write(piece)
+                await writer.drain()
+        writer.close()
+
+
+def test_an_owner_whose_connection_broke_is_kept_when_it_still_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "DISCONNECTED_PAUSE_S", 0.05)
+
+    async def scenario() -> None:
+        half = Half()
+        async with owning("owner@1") as owner, directory(half) as peers:
+            relay = Relay(owner.port)
+            async with await asyncio.start_server(relay.serve, "127.0.0.1", 0) as server:
+                peer = await peers.reach(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", 5)
+                relay.cut()
+                async with asyncio.timeout(10):
+                    while relay.num_connections < 2:
+                        await asyncio.sleep(0.02)
+                assert await peers.confirm(peer, 5) is peer
+                assert half.detached == []
+                relay.cut()
 
     asyncio.run(scenario())

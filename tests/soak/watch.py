@@ -99,7 +99,7 @@ class Watch:
             if settled[-1].num_fds - settled[0].num_fds > MAX_GROWN_FDS:
                 counts = [reading.num_fds for reading in readings]
                 self.problems.append(f"{name} (start {number}) keeps descriptors: {counts}")
-        self._find_dead_pools()
+        self._await_no_dead_pools()
 
     def judge_ends(self) -> None:
         """When all services are down: how each start ended, what it left running, and what it logged as its own failure."""
@@ -130,8 +130,16 @@ class Watch:
                 if problem not in self.problems:
                     self.problems.append(problem)
 
-    def _find_dead_pools(self) -> None:
-        """A pool that no living service owns is a dead one's, which somebody has not let go."""
+    def _await_no_dead_pools(self) -> None:
+        """A pool that no living service owns is a dead one's, and whoever still maps it lets it go within a lease."""
+        until = time.monotonic() + LEASE_S + 2.0
+        while dead := self._dead_pools():
+            if time.monotonic() > until:
+                self.problems += dead
+                return
+            time.sleep(0.2)
+
+    def _dead_pools(self) -> list[str]:
         owned: set[int] = set()
         held: dict[int, tuple[str, set[str]]] = {}
         for member in self._fleet.members.values():
@@ -144,9 +152,7 @@ class Watch:
             for inode, name in _memfds(self._fleet.parts(member, Part.SERVER)[0]):
                 if member.kind != "kvcache" or "kvcache" in name:
                     owned.add(inode)
-        for inode, (name, members) in sorted(held.items()):
-            if inode not in owned:
-                self.problems.append(f"{sorted(members)} still map {name}")
+        return [f"{sorted(by)} still map {name}" for inode, (name, by) in sorted(held.items()) if inode not in owned]
 
 
 def _memfds(process: psutil.Process) -> list[tuple[int, str]]:

@@ -4,6 +4,7 @@ One handshake per address at a time, its result kept until a call says that the 
 afresh, so a restarted owner (new epoch) replaces the old. The worker half of the chosen connector is attached through the
 caller's `attach` (an engine's lives in its core process). Whether an address may be dialled at all is the caller's to decide.
 
+A peer whose connection ends is asked soon who it is, so that the memory of a dead one goes although nobody calls it again.
 Dropping a peer ends every pull from it, so a call that is merely slow drops nobody: it fails by itself, and when that repeats
 a handshake asks whether the peer is still the one it was.
 
@@ -22,6 +23,7 @@ import grpc
 import grpc.aio
 
 from pdmesh.breaker import Breaker
+from pdmesh.channels import disconnected
 from pdmesh.connector.active import ERROR_PREFIX, PullEnd
 from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, open_stub, translated
 from pdmesh.errors import MeshError, PeerUnavailable
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 2.0
 NUM_TIMEOUTS_TO_PROBE = 2
+# From the end of a peer's connection to the question who is there: calls of that time find out by themselves.
+DISCONNECTED_PAUSE_S = 2.0
 # Addresses that did not answer and are remembered; what falls out is asked once more.
 MAX_BREAKERS = 256
 
@@ -272,7 +276,18 @@ class PeerDirectory:
             channel=channel,
             stub=stub,
         )
+        self._in_background(self._watch(peer), "watch-peer")
         return peer
+
+    async def _watch(self, peer: Peer) -> None:
+        """Ask again who is there when a peer's connection has ended: nobody may ever call an address that is no more, and until
+        it is dropped a dead peer's memory stays mapped.
+        """
+        while self.knows(peer):
+            await disconnected(peer.channel)
+            await asyncio.sleep(DISCONNECTED_PAUSE_S)
+            if self.knows(peer):
+                await self._probe(peer)
 
     def _met(self, address: str, meeting: asyncio.Task[Peer]) -> None:
         del self._meeting[address]
