@@ -87,7 +87,7 @@ def test_commands_in_the_readme_exist() -> None:
     assert {"up", "chat", "scale", "proxy"} <= mentioned
     assert mentioned <= commands
     dev = set(re.findall(r"\./dev ([a-z]+)", text))
-    assert dev <= {"up", "test", "soak", "fmt", "proto"}
+    assert dev <= {"up", "test", "faults", "soak", "fmt", "proto"}
 
 
 @pytest.mark.parametrize(
