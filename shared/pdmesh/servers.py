@@ -1,7 +1,7 @@
 """What a service is reached by: its HTTP and gRPC servers, as contexts that yield the bound port."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -63,17 +63,37 @@ class _QuietServer(uvicorn.Server):
         await self.ended.wait()
 
 
+class _AskingHealth(health.aio.HealthServicer):  # type: ignore[name-defined, misc]
+    """gRPC's health service, which asks when it is asked: a service at rest need not watch itself."""
+
+    def __init__(self, healthy: Callable[[], Awaitable[bool]] | None) -> None:
+        super().__init__()
+        self._healthy = healthy
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        """Answer NOT_SERVING also while the service says that it is not healthy."""
+        known: health_pb2.HealthCheckResponse = await super().Check(request, context)
+        if self._healthy is not None and not await self._healthy():
+            return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
+        return known
+
+
 @asynccontextmanager
 async def grpc_server(
-    host: str, port: int, secret: MeshSecret, register: Callable[[grpc.aio.Server], list[str]]
+    host: str,
+    port: int,
+    secret: MeshSecret,
+    register: Callable[[grpc.aio.Server], list[str]],
+    healthy: Callable[[], Awaitable[bool]] | None = None,
 ) -> AsyncIterator[int]:
     """Serve gRPC with health and reflection behind the mesh secret; yields the bound port.
 
-    `register` adds the servicers and returns their full names. Raises ConfigError when the port is taken.
+    `register` adds the servicers and returns their full names. `healthy` is asked by each health check. Raises
+    ConfigError when the port is taken.
     """
     server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[AuthInterceptor(secret), DecodeInterceptor()])
     names = register(server)
-    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    health_servicer = _AskingHealth(healthy)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     bind(host, port, "grpc_port").close()

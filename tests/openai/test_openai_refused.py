@@ -309,7 +309,7 @@ def test_no_engine_is_a_503_everywhere(text: TextModel) -> None:
             assert answer.status_code == 503
             assert answer.json()["error"]["message"] == "no engine is known yet"
         health = client.get("/health")
-        assert (health.status_code, health.content) == (503, b"")
+        assert (health.status_code, health.content) == (503, b"no engine\n")
 
 
 def test_an_error_delta_of_the_engine_becomes_its_error(text: TextModel) -> None:

@@ -195,6 +195,7 @@ def test_an_engine_that_fails_again_and_again_rests_until_a_probe_succeeds(monke
             assert len(broken.requests) == NUM_FAILURES_TO_REST
             endpoint = mesh.cluster._endpoints[broken.address]
             assert endpoint.resting
+            assert mesh.metric("pdmesh_proxy_engines_resting") == mesh.metric("pdmesh_proxy_engine_rests_total") == 1
             endpoint._breaker._not_before_s = 0.0
             assert tokens_of(await mesh.collect(token_request(prompt))) == wanted
             assert len(broken.requests) == NUM_FAILURES_TO_REST + 1
@@ -208,6 +209,8 @@ def test_an_engine_that_fails_again_and_again_rests_until_a_probe_succeeds(monke
             broken.behaviour.hold.set()
             assert tokens_of(await probe) == wanted
             assert not endpoint.resting
+            assert mesh.metric("pdmesh_proxy_engines_resting") == 0
+            assert mesh.metric("pdmesh_proxy_engine_rests_total") == 1
 
     asyncio.run(scenario())
 
@@ -242,6 +245,48 @@ def test_requests_that_one_death_fails_together_are_one_failure() -> None:
                 assert tokens_of(deltas) == WANTED[:8]
             assert sum(bool(request.trace.fallbacks) for request in requests) >= NUM_FAILURES_TO_REST
             assert not mesh.cluster._endpoints[dying.address].resting
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_fail_side_by_side_while_the_engine_answers_are_one_failure() -> None:
+    """A core's death ends all requests, over a session that stands: it counted as many failures, so that one was a rest."""
+
+    async def scenario() -> None:
+        hold = asyncio.Event()
+        dying = FakeEngine("decode", behaviour=Behaviour(hold=hold, fail_after_hold=PeerUnavailable("the core died")))
+        async with fake_mesh(dying, FakeEngine("decode")) as mesh:
+            requests = [token_request(deadline_s=60.0) for _ in range(10)]
+            collecting = [asyncio.create_task(mesh.collect(request)) for request in requests]
+            await until(lambda: len(dying.requests) >= NUM_FAILURES_TO_REST, timeout_s=30.0)
+            hold.set()
+            for deltas in await asyncio.gather(*collecting):
+                assert tokens_of(deltas) == WANTED[:8]
+            assert sum(bool(request.trace.fallbacks) for request in requests) >= NUM_FAILURES_TO_REST
+            assert not mesh.cluster._endpoints[dying.address].resting
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_whose_requests_run_out_of_time_without_a_token_from_it_rests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A frozen core answers pings through its server, and its requests' ends are no word of its own."""
+    monkeypatch.setattr(breaker, "FIRST_BACKOFF_S", 60.0)
+
+    async def scenario() -> None:
+        frozen = FakeEngine("decode", behaviour=Behaviour(hold=asyncio.Event()))
+        async with fake_mesh(frozen, extra={"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.2}) as mesh:
+            endpoint = mesh.cluster._endpoints[frozen.address]
+            for _ in range(NUM_FAILURES_TO_REST + 1):
+                # Too little time to say anything of the engine.
+                with pytest.raises(DeadlineExceeded):
+                    await mesh.collect(token_request(deadline_s=0.05))
+            assert not endpoint.resting
+            for _ in range(NUM_FAILURES_TO_REST):
+                with pytest.raises(DeadlineExceeded):
+                    await mesh.collect(token_request(deadline_s=0.3))
+            assert endpoint.resting
 
     asyncio.run(scenario())
 

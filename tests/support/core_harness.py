@@ -21,6 +21,7 @@ from pdmesh.engine.links import Links
 from pdmesh.engine.messages import AddRequest, ConnectPeer, FromCore, PeerConnected, Shutdown, StepOutput, ToCore
 from pdmesh.engine.runner import Runner
 from pdmesh.engine.scheduler import Scheduler
+from pdmesh.engine.self_pull import SelfPulls
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, SamplingParams
 from support.fake_backend import FakeBackend
 
@@ -86,7 +87,16 @@ class CoreHarness:
         )
         self.runner = runner
         self.executor = Executor(runner, is_async=is_async)
-        self._core = Core(self.scheduler, self.executor, self.links, self._inbox, self.sent.append, self.events)
+        own = SelfPulls(kv, self.pool)
+        self._core = Core(
+            self.scheduler,
+            self.executor,
+            self.links,
+            self._inbox,
+            self.sent.append,
+            self.events,
+            own,
+        )
 
     def send(self, *messages: ToCore) -> None:
         self._inbox.messages += messages

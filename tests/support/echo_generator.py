@@ -53,8 +53,8 @@ class EchoGenerator(Generator):
             aliases=self.aliases,
         )
 
-    async def healthy(self) -> bool:
-        return self.healthy_now
+    async def problem(self) -> str:
+        return "" if self.healthy_now else "no engine"
 
     async def abort_choice(self, request_id: str, choice: int) -> None:
         self.aborted_choices.append((request_id, choice))

@@ -67,6 +67,7 @@ class Behaviour:
     heed_aborts: bool = True
     hold: asyncio.Event | None = None
     """Requests wait here before their first token."""
+    fail_after_hold: MeshError | None = None
 
 
 @dataclass
@@ -244,6 +245,9 @@ class FakeEngine(EngineServicer):
             return
         if behaviour.hold is not None:
             await behaviour.hold.wait()
+            if behaviour.fail_after_hold is not None:
+                frames.put_nowait(self._frame(request, _error_delta(request, behaviour.fail_after_hold)))
+                return
         try:
             facts = self._fetch(request) if request.ticket else {"cached_tokens": CACHED_TOKENS}
         except MeshError as failed:

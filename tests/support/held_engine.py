@@ -17,7 +17,11 @@ from pdmesh.engine.messages import (
     CoreReady,
     FromCore,
     OfferSealed,
+    OwnBlockPulled,
     PeerConnected,
+    Ping,
+    Pong,
+    PullOwnBlock,
     ReleaseOffer,
     StepOutput,
     ToCore,
@@ -53,13 +57,24 @@ class HeldCore:
 
     def __init__(self) -> None:
         self.sent: list[ToCore] = []
+        self.is_frozen = False
+        self.broken: dict[str, str] = {}
+        """Connector -> how its pulls of an own block end."""
+        self._connector = ""
         self._said: asyncio.Queue[FromCore] = asyncio.Queue()
 
     def send(self, message: ToCore) -> None:
         self.sent.append(message)
-        if isinstance(message, ConnectPeer):
-            # Every peer's memory is within reach.
-            self._said.put_nowait(PeerConnected(peer_id=message.peer_id, connector=message.connector))
+        match message:
+            case ConnectPeer():
+                # Every peer's memory is within reach.
+                self._connector = message.connector
+                self._said.put_nowait(PeerConnected(peer_id=message.peer_id, connector=message.connector))
+            case PullOwnBlock():
+                error = self.broken.get(self._connector, "")
+                self._said.put_nowait(OwnBlockPulled(number=message.number, error=error))
+            case Ping() if not self.is_frozen:
+                self._said.put_nowait(Pong(number=message.number))
 
     async def outputs(self) -> AsyncIterator[FromCore]:
         while True:

@@ -41,8 +41,8 @@ class TableGenerator(Generator):
     async def card(self) -> ModelCard:
         return ModelCard(name="table", root="table", max_model_len=512, created_s=0, vocab_size=self.vocab_size)
 
-    async def healthy(self) -> bool:
-        return True
+    async def problem(self) -> str:
+        return ""
 
     async def abort_choice(self, request_id: str, choice: int) -> None:
         raise AssertionError("a step has one token")

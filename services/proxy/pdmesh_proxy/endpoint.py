@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Callable, Iterator
 
 from pdmesh.breaker import Breaker, BreakerState
-from pdmesh.errors import MeshError, PeerUnavailable
+from pdmesh.errors import DeadlineExceeded, MeshError, PeerUnavailable
 from pdmesh.security import MeshSecret
 from pdmesh_proxy.discovery import Listed
 from pdmesh_proxy.engine_session import EngineSession, SessionSettings, open_session
@@ -41,7 +42,9 @@ class Endpoint:
         self.last_used = 0
         """Grows with each request sent anywhere; the smallest was used longest ago."""
         self._breaker = Breaker(threshold=NUM_FAILURES_TO_REST)
-        self._counted_session_id = ""
+        self._failed_s = 0.0
+        """When the last failure was that the breaker counted; monotonic."""
+        self._is_rest_told = False
         self._settings, self._secret, self._metrics, self._on_change = settings, secret, metrics, on_change
         self._offers = HeldOffers()
         self._connected: EngineSession | None = None
@@ -75,27 +78,59 @@ class Endpoint:
     @contextlib.contextmanager
     def judged(self, session: EngineSession) -> Iterator[None]:
         """Learn from how a leg over a session of this engine ends."""
+        began_s = time.monotonic()
         is_probe = self._breaker.admit() and self._breaker.state is BreakerState.HALF_OPEN
         try:
             yield
         except PeerUnavailable:
-            # Legs that end because their session broke are one failure, however many they are.
-            if not session.broken or session.session_id != self._counted_session_id:
-                self._breaker.failed()
-            if session.broken:
-                self._counted_session_id = session.session_id
+            self._failed(began_s)
+            raise
+        except DeadlineExceeded:
+            # The request may have had little time. An engine that gave nobody a token for so long is at fault.
+            if session.was_silent(began_s, self._settings.heartbeat_timeout_s):
+                self._failed(began_s)
+            elif is_probe:
+                self._breaker.gave_up()
             raise
         except BaseException:
             # What else ends a leg is no fault of the engine's: its client left, or it is full.
             if is_probe:
                 self._breaker.gave_up()
             raise
-        self._breaker.succeeded()
+        self._succeeded()
 
     def answered(self) -> None:
         """A leg's first token came: a probe need not end before others are let in."""
         if self._breaker.state is BreakerState.HALF_OPEN:
-            self._breaker.succeeded()
+            self._succeeded()
+
+    def _failed(self, began_s: float) -> None:
+        """Count a leg's failure. Legs that ran side by side, as when a session breaks or a core dies, are one fault."""
+        if began_s >= self._failed_s:
+            self._failed_s = time.monotonic()
+            self._breaker.failed()
+            self._tell_rest()
+
+    def _succeeded(self) -> None:
+        self._breaker.succeeded()
+        self._tell_rest()
+
+    def _tell_rest(self) -> None:
+        """Log and count that the engine rests, and that it does no more."""
+        rests = self._breaker.state is not BreakerState.CLOSED
+        if rests == self._is_rest_told:
+            return
+        self._is_rest_told = rests
+        self._metrics.engines_resting.inc(1 if rests else -1)
+        if rests:
+            self._metrics.engine_rests.inc()
+            log.warning(
+                "%s rests: %d requests in a row failed there; others come first, one request at a time asks it again",
+                self.address,
+                NUM_FAILURES_TO_REST,
+            )
+        else:
+            log.info("%s is used again", self.address)
 
     def hold(self, offer: HeldOffer) -> None:
         """Renew an offer of this engine until it is released."""
@@ -108,6 +143,13 @@ class Endpoint:
 
     async def run(self) -> None:
         """Keep a session open until the address is no longer wanted and the last request has ended."""
+        try:
+            await self._keep_connected()
+        finally:
+            if self._is_rest_told:
+                self._metrics.engines_resting.dec()
+
+    async def _keep_connected(self) -> None:
         backoff_s = FIRST_BACKOFF_S
         while not self.unwanted:
             try:

@@ -7,6 +7,7 @@ on it is told so, and the endpoint opens a new session.
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
@@ -94,6 +95,11 @@ class EngineSession:
         self._submits: list[GenerateRequest] = []
         self._submit_wake = asyncio.Event()
         self._on_change = on_change
+        self._last_token_s = 0.0
+
+    def was_silent(self, since_s: float, at_least_s: float) -> bool:
+        """Whether no request of this session has had a token since a monotonic time at least so long ago."""
+        return self._last_token_s < since_s <= time.monotonic() - at_least_s
 
     @property
     def peer_id(self) -> str:
@@ -152,6 +158,8 @@ class EngineSession:
         with translated(self.address):
             async for frame in self._data:
                 for message in frame.deltas:
+                    if message.token_ids:
+                        self._last_token_s = time.monotonic()
                     leg = self._legs.get(message.request_id)
                     if leg is not None:
                         leg.put(delta_from_pb(message))

@@ -75,8 +75,10 @@ class MeshGenerator(Generator):
         if (run := self._running.get(request_id)) is not None:
             run.stop_choice(choice)
 
-    async def healthy(self) -> bool:
-        return not self._draining and self._cluster.serving
+    async def problem(self) -> str:
+        if self._draining:
+            return "the proxy is shutting down"
+        return "" if self._cluster.serving else "no engine takes requests"
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new; wait for what runs, then end the rest with an error that says so."""

@@ -76,6 +76,14 @@ class ProxyMetrics:
             "pdmesh_proxy_buffer_overflows", "Requests aborted because their client read too slowly.", registry=registry
         )
         self.engines = Gauge("pdmesh_proxy_engines", "Engines that can be used, by role.", ["role"], registry=registry)
+        self.engines_resting = Gauge(
+            "pdmesh_proxy_engines_resting",
+            "Engines on which requests failed in a row, used where no other can be.",
+            registry=registry,
+        )
+        self.engine_rests = Counter(
+            "pdmesh_proxy_engine_rests", "Times an engine was set to rest after failures in a row.", registry=registry
+        )
         self.engines_refused = Gauge(
             "pdmesh_proxy_engines_refused",
             "Engines that answer but serve another model than the rest, so are not used.",

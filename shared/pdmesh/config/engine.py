@@ -103,6 +103,9 @@ class EngineConfig(ServiceConfig, HttpConfig):
     resolves to. On loopback this user's own engines need not be listed."""
     kv_lease_duration_s: float = Field(default=30.0, gt=0, le=3600)
     """Seconds that a stock `do_remote_decode` offer lives unless fetched. The mesh's own offers have 10 s, renewed."""
+    core_timeout_s: float = Field(default=20.0, ge=0, le=3600)
+    """Longest silence of the engine core while requests run; then these end with an error, that a proxy answers by going on
+    elsewhere. 0: it is waited for as long as they have time."""
     kvcache: str = ""
     """gRPC `host:port` of the kvcache service; empty: no tier."""
     kvcache_lookup_timeout_s: float = Field(default=0.25, gt=0, le=30)

@@ -25,6 +25,7 @@ class NixlAgent(NativeAgent):
         config = self._bindings.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = PROGRESS_DELAY_US
+        self._name = settings.name
         self._agent = self._bindings.nixlAgent(settings.name, config)
         parameters = {"num_threads": str(settings.num_threads)} if settings.num_threads else {}
         self._backends = [self._agent.createBackend(BACKEND, parameters)]
@@ -37,11 +38,15 @@ class NixlAgent(NativeAgent):
         return bytes(self._agent.getLocalMD())
 
     def add_peer(self, metadata: bytes) -> str:
+        if metadata == self.metadata():
+            # Its own pool, at the start's probe: NIXL refuses to load what it has.
+            return self._name
         name = self._agent.loadRemoteMD(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove_peer(self, name: str) -> None:
-        self._agent.invalidateRemoteMD(name)
+        if name != self._name:
+            self._agent.invalidateRemoteMD(name)
 
     def read(self, local: Ranges, remote: Ranges, peer: str) -> int:
         segment = self._bindings.DRAM_SEG

@@ -82,6 +82,10 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         """Replace what later handshakes say of one connector."""
         self._connectors[connector] = metadata
 
+    def withdraw(self, connector: str) -> None:
+        """Offer a connector to nobody any more, until its metadata is set again."""
+        self._connectors.pop(connector, None)
+
     def settle(self) -> None:
         """Report offers that ended and watch the leases that are left; call after changing `offers`."""
         for ended in self.offers.take_ended():

@@ -23,7 +23,10 @@ from pdmesh.engine.messages import (
     ConnectPeer,
     DisconnectPeer,
     FromCore,
+    Ping,
+    Pong,
     PrefixCacheReset,
+    PullOwnBlock,
     ReleaseOffer,
     ResetPrefixCache,
     Shutdown,
@@ -34,6 +37,7 @@ from pdmesh.engine.plan import StepResult
 from pdmesh.engine.request import BrokenSequence
 from pdmesh.engine.schedule import Schedule
 from pdmesh.engine.scheduler import Scheduler
+from pdmesh.engine.self_pull import SelfPulls
 from pdmesh.errors import InternalError
 
 log = logging.getLogger(__name__)
@@ -66,6 +70,7 @@ class Core:
         inbox: Inbox,
         send: Callable[[FromCore], None],
         events: KVEventLog | None = None,
+        self_pulls: SelfPulls | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -73,6 +78,9 @@ class Core:
         self._inbox = inbox
         self._send = send
         self._events = events
+        self._self_pulls = self_pulls
+        if self_pulls is not None:
+            scheduler.state.borrowers.append(lambda: self_pulls.blocks)
         self._under_way: deque[Schedule] = deque()
         self._pulls: deque[tuple[int, Pull]] = deque()
         """Pulls, and the number of steps that must have ended first: those may still write where the pull will."""
@@ -97,6 +105,7 @@ class Core:
             has_stepped = self._take_results()
             while self._plan():
                 pass
+            self._pull_own_block()
             self._flush(has_stepped=has_stepped)
             if not self._links.has_refused:
                 self._rest()
@@ -106,6 +115,9 @@ class Core:
             with self._expelling():
                 self._handle(order)
         for ended in self._links.poll():
+            if self._self_pulls is not None and (pulled := self._self_pulls.ended(ended.result)) is not None:
+                self._send(pulled)
+                continue
             self._has_arrivals = True
             with self._expelling():
                 self._scheduler.end_pull(ended.result, ended.connector)
@@ -204,6 +216,10 @@ class Core:
             case ResetPrefixCache():
                 self._scheduler.reset_prefix_cache()
                 self._send(PrefixCacheReset(number=message.number))
+            case Ping():
+                self._send(Pong(number=message.number))
+            case PullOwnBlock() if self._self_pulls is not None:
+                self._self_pulls.order(message)
             case Shutdown():
                 self._is_stopping = True
 
@@ -234,6 +250,16 @@ class Core:
             if pull.transfer_id in self._cancelled:
                 self._cancelled.remove(pull.transfer_id)
                 self._links.cancel(pull.transfer_id)
+
+    def _pull_own_block(self) -> None:
+        """Start the pull that was ordered, when blocks are there that no step writes to."""
+        if self._self_pulls is None:
+            return
+        pull = self._self_pulls.next_pull(
+            num_submitted=self._executor.num_submitted, num_ended=self._executor.num_ended
+        )
+        if pull is not None:
+            self._links.start(pull)
 
     def _flush(self, *, has_stepped: bool) -> None:
         """Send one message with all that there is to tell."""

@@ -40,6 +40,7 @@ from pdmesh.engine.mailbox import Mailbox, open_mailbox
 from pdmesh.engine.messages import CoreFailed, CoreProgress, CoreReady
 from pdmesh.engine.runner import Runner
 from pdmesh.engine.scheduler import Scheduler
+from pdmesh.engine.self_pull import SelfPulls
 from pdmesh.engine.sizing import Sizes, kv_groups, measure_pool_bytes, resolve_limits, resolve_sizes
 from pdmesh.errors import ConfigError, InternalError, MeshError
 from pdmesh.logging import setup_logging
@@ -103,12 +104,13 @@ def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
         ):
             groups = kv_groups(info)
             events = make_event_log(config, groups)
+            kv = _kv_manager(config, info, pool, groups, events)
             scheduler = Scheduler(
-                _kv_manager(config, info, pool, groups, events),
+                kv,
                 resolve_limits(config, info, sizes),
                 functools.partial(check_processors, processors) if processors else None,
             )
-            core = Core(scheduler, executor, links.links, mailbox, mailbox.send, events)
+            core = Core(scheduler, executor, links.links, mailbox, mailbox.send, events, SelfPulls(kv, pool))
             mailbox.send(_ready(config, chosen, info, sizes, pool, links.metadata))
             # The model's objects live as long as the process: the collector need not look at them again.
             gc.collect()

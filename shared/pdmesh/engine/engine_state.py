@@ -9,7 +9,7 @@ into it starts only when they have ended (see `core`).
 import bisect
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pdmesh.connector.ledger import BlockLists, Ledger
@@ -63,6 +63,8 @@ class EngineState:
         self.counters = Counters()
         self.freed_rows: list[int] = []
         """Rows that the worker has not been told of yet."""
+        self.borrowers: list[Callable[[], list[BlockLists]]] = []
+        """Who else may hold blocks; each returns what it holds."""
         self._has_strays = False
         self._rows = deque(range(limits.max_num_seqs))
         """Free ones."""
@@ -347,6 +349,8 @@ class EngineState:
 
     def _holders(self) -> Iterator[BlockLists]:
         yield from self.ledger.holders()
+        for borrowed in self.borrowers:
+            yield from borrowed()
         for request in self.requests.values():
             for sequence in request.sequences.values():
                 yield sequence.blocks

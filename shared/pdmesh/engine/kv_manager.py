@@ -211,6 +211,12 @@ class KVManager:
         """Whether all full blocks of the prompt, but for its last token, are computed."""
         return sequence.num_computed >= (sequence.request.num_prompt - 1) // self.block_size * self.block_size
 
+    def borrow(self, count: int) -> BlockLists | None:
+        """Take blocks for no sequence; None when there are not as many. The caller must `drop` them."""
+        if self._pool.num_free < count:
+            return None
+        return [self._pool.allocate(count), *([] for _ in self.groups[1:])]
+
     # ---- references -----------------------------------------------------------------------------
 
     def release(self, sequence: Sequence) -> None:

@@ -59,11 +59,28 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Say that you live; answered by Pong at once, also while a step runs."""
+
+    number: int
+
+
+class PullOwnBlock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Pull a block of the own pool over whatever connector `peer_id` is connected by; answered by OwnBlockPulled."""
+
+    number: int
+    peer_id: str
+    """The core's own, connected before by ConnectPeer as any other peer."""
+    deadline_s: float
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
-ToCore = AddRequest | Abort | ReleaseOffer | ConnectPeer | DisconnectPeer | ResetPrefixCache | Shutdown
+ToCore = (
+    AddRequest | Abort | ReleaseOffer | ConnectPeer | DisconnectPeer | ResetPrefixCache | Ping | PullOwnBlock | Shutdown
+)
 
 
 # ---- core -> server ------------------------------------------------------------------------------
@@ -180,6 +197,19 @@ class PrefixCacheReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
+class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The core lives."""
+
+    number: int
+
+
+class OwnBlockPulled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How a PullOwnBlock went. `error` is empty when every byte arrived."""
+
+    number: int
+    error: str = ""
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Gauges and cumulative counters of the core, sent with each step output and when it falls idle."""
 
@@ -220,7 +250,17 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What `KVEventLog.take` gave: an encoded batch to publish; empty when there is none."""
 
 
-FromCore = CoreReady | CoreProgress | CoreFailed | StepOutput | PeerConnected | ConnectorChanged | PrefixCacheReset
+FromCore = (
+    CoreReady
+    | CoreProgress
+    | CoreFailed
+    | StepOutput
+    | PeerConnected
+    | ConnectorChanged
+    | PrefixCacheReset
+    | Pong
+    | OwnBlockPulled
+)
 
 encode = msgspec.msgpack.Encoder().encode
 to_core_decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)

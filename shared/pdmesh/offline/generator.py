@@ -82,8 +82,8 @@ class CoreGenerator(Generator):
     async def card(self) -> ModelCard:
         return self._card
 
-    async def healthy(self) -> bool:
-        return self._failure is None
+    async def problem(self) -> str:
+        return "" if self._failure is None else "the engine core died"
 
     async def reset_prefix_cache(self) -> None:
         """Return when nothing that was computed before can be found any more. Raises MeshError."""

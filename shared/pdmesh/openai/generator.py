@@ -77,8 +77,12 @@ class Generator(ABC):
         """Stop one choice whose text hit a stop string; the others go on. The choice yields nothing more."""
 
     @abstractmethod
+    async def problem(self) -> str:
+        """Why no request could be served now; empty when one could."""
+
     async def healthy(self) -> bool:
         """Whether a request could be served now."""
+        return not await self.problem()
 
     def transfer_params(self, request_id: str) -> dict[str, object] | None:
         """vLLM's `kv_transfer_params` for the answer of a request that asked for `do_remote_decode`; else None."""

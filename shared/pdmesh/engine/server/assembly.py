@@ -16,8 +16,10 @@ from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.endings import Endings
 from pdmesh.engine.server.fetches import Fetches, Tasks
 from pdmesh.engine.server.handoff import Handoff
+from pdmesh.engine.server.heart import Heart
 from pdmesh.engine.server.identity import Identity, describe
 from pdmesh.engine.server.kv_event_publisher import KVEventPublisher
+from pdmesh.engine.server.kv_probe import KVProbe
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.local_generator import LocalGenerator
 from pdmesh.engine.server.metrics import EngineMetrics
@@ -50,6 +52,9 @@ class Engine:
     generator: LocalGenerator
     tier: TierClient | None
     resets: PrefixCacheResets
+    heart: Heart
+    probe: KVProbe
+    metrics: EngineMetrics
     registry: CollectorRegistry
 
     def register(self, server: grpc.aio.Server) -> list[str]:
@@ -64,6 +69,11 @@ class Engine:
         self.fail_all(error)
         self.resets.fail(error)
         self.handoff.release_all()
+
+    def core_given_up(self, error: PeerUnavailable) -> None:
+        """Fail what runs: the core stands still. What comes is refused until it is heard again."""
+        self.metrics.core_silences.inc()
+        self.fail_all(error)
 
     def fail_all(self, error: MeshError) -> None:
         """End all running requests with an error."""
@@ -131,6 +141,17 @@ def assemble(
             peers=peers,
             metrics=metrics,
         )
+    heart = Heart(core, timeout_s=config.core_timeout_s)
+    info = describe(identity, ready, config)
+    probe = KVProbe(
+        identity=identity,
+        ready=ready,
+        names=list(config.connector),
+        core_peers=core_peers,
+        owner=handoff.owner,
+        info=info,
+        metrics=metrics,
+    )
     fetches = Fetches(peers=peers, tasks=tasks, metrics=metrics)
     endings = Endings(table=table, core=core, handoff=handoff, fetches=fetches, metrics=metrics)
     sources = Sources(
@@ -153,6 +174,7 @@ def assemble(
         endings=endings,
         tasks=tasks,
         metrics=metrics,
+        heart=heart,
     )
     resets = PrefixCacheResets(core)
     sessions = Sessions(table=table, endings=endings, handoff=handoff, metrics=metrics)
@@ -173,9 +195,11 @@ def assemble(
             metrics=metrics,
             resets=resets,
             publisher=publisher,
+            heart=heart,
+            probe=probe,
         ),
         servicer=EngineServicer(
-            info=describe(identity, ready, config),
+            info=info,
             submission=submission,
             sessions=sessions,
             handoff=handoff,
@@ -191,8 +215,13 @@ def assemble(
             handoff=handoff,
             board=board,
             takes_params=config.on_loopback or bool(config.api_key),
+            heart=heart,
+            probe=probe,
         ),
         tier=tier,
         resets=resets,
+        heart=heart,
+        probe=probe,
+        metrics=metrics,
         registry=registry,
     )

@@ -52,6 +52,10 @@ class CorePeers:
         """Let the core forget a peer; pulls from it end as `peer_lost`."""
         self._core.send(DisconnectPeer(peer_id=peer_id))
 
+    def send(self, message: ToCore) -> None:
+        """Hand a message about an attached peer over."""
+        self._core.send(message)
+
     def connected(self, message: PeerConnected) -> None:
         """Deliver the core's answer."""
         answer = self._waiting.get((message.peer_id, message.connector))

@@ -69,10 +69,14 @@ async def serve_front(
         app.include_router(make_admin_router(config, engine.resets, publisher))
         async with (
             _background(tasks, engine, core, publisher, life),
-            grpc_server(config.host, config.grpc_port, secret, engine.register) as grpc_port,
+            grpc_server(config.host, config.grpc_port, secret, engine.register, engine.generator.healthy) as grpc_port,
             http_server(app, config.host, config.port) as http_port,
         ):
             identity.address = f"{advertised_host(config)}:{grpc_port}"
+            await engine.probe.first()
+            if engine.probe.problem:
+                life.progress(engine.probe.problem, 0.0)
+                await engine.probe.works()
             if engine.tier is not None:
                 await engine.tier.tried()
             log.info(
@@ -131,6 +135,8 @@ async def _background(
         ("leases", engine.handoff.owner.run()),
         ("statistics", log_stats(engine.board)),
         ("core", _watch_core(core, engine, life)),
+        ("probe", engine.probe.run()),
+        ("heart", engine.heart.watch(engine.table, engine.core_given_up)),
     ]
     if engine.tier is not None:
         parts.append(("tier", engine.tier.run()))

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 from pdmesh.engine.messages import CoreReady
 from pdmesh.engine.server.endings import Endings
 from pdmesh.engine.server.handoff import Handoff
+from pdmesh.engine.server.heart import Heart
 from pdmesh.engine.server.identity import Identity
+from pdmesh.engine.server.kv_probe import KVProbe
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.requests import RunningRequest, Sink
 from pdmesh.engine.server.submission import StockLeg, Submission
@@ -37,6 +39,8 @@ class LocalGenerator(Generator):
         handoff: Handoff,
         board: LoadBoard,
         takes_params: bool,
+        heart: Heart,
+        probe: KVProbe,
     ) -> None:
         """`takes_params`: whether whoever reaches the HTTP port may hand over by `kv_transfer_params`."""
         self._identity = identity
@@ -52,6 +56,8 @@ class LocalGenerator(Generator):
         self._endings = endings
         self._handoff = handoff
         self._board = board
+        self._heart = heart
+        self._probe = probe
         self._running: dict[str, RunningRequest] = {}
         self._params: OrderedDict[str, dict[str, object]] = OrderedDict()
         self.core_alive = True
@@ -60,8 +66,14 @@ class LocalGenerator(Generator):
     async def card(self) -> ModelCard:
         return self._card
 
-    async def healthy(self) -> bool:
-        return self.core_alive and not self._board.draining
+    async def problem(self) -> str:
+        if not self.core_alive:
+            return "the engine core died"
+        if self._board.draining:
+            return "the engine is shutting down"
+        if not await self._heart.beats():
+            return "the engine core does not answer"
+        return self._probe.problem
 
     async def generate(self, request: TokenRequest) -> AsyncIterator[ChoiceDelta]:
         if request.kv_transfer_params is not None and not self._takes_params:

@@ -151,6 +151,20 @@ class EngineMetrics:
         self.tier_hit_blocks = counter("pdmesh_tier_hit_blocks", "Blocks that lookups found in the tier.")
         self.tier_stores = by("pdmesh_tier_stores", "Blocks offered to the tier, by outcome.", "outcome")
         self.fallbacks = by("pdmesh_fallbacks", "Intended KV transfers that were not done, by reason.", "reason")
+        self.probe_failures = by(
+            "pdmesh_connector_probe_failures",
+            "Times a connector could not pull a block of this engine's own pool; while it cannot it is not offered.",
+            "connector",
+        )
+        self.connector_proved = Gauge(
+            "pdmesh_connector_proved",
+            "1 where the connector has pulled a block of this engine's own pool, 0 where it could not, or has not tried.",
+            (*LABELS, "connector"),
+            registry=registry,
+        )
+        self.core_silences = counter(
+            "pdmesh_core_silences", "Times the engine core did not answer for too long while requests ran."
+        )
         self.unexpected_errors = by("pdmesh_unexpected_errors", "Faults of this engine's own code, by place.", "place")
         self.sessions_aborted = by("pdmesh_sessions_aborted", "Proxy sessions ended with work left.", "reason")
 

@@ -13,6 +13,7 @@ from pdmesh.engine.messages import (
     ConnectorChanged,
     CoreFailed,
     FromCore,
+    OwnBlockPulled,
     PeerConnected,
     PrefixCacheReset,
     StepOutput,
@@ -22,7 +23,9 @@ from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.endings import Endings
 from pdmesh.engine.server.fetches import Fetches, Origin
 from pdmesh.engine.server.handoff import Handoff
+from pdmesh.engine.server.heart import Heart
 from pdmesh.engine.server.kv_event_publisher import KVEventPublisher
+from pdmesh.engine.server.kv_probe import KVProbe
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.metrics import ADMISSION_LIMITS, EngineMetrics
 from pdmesh.engine.server.prefix_cache_reset import PrefixCacheResets
@@ -58,6 +61,8 @@ class Outputs:
         metrics: EngineMetrics,
         resets: PrefixCacheResets,
         publisher: KVEventPublisher | None,
+        heart: Heart,
+        probe: KVProbe,
     ) -> None:
         self._table = table
         self._board = board
@@ -69,18 +74,23 @@ class Outputs:
         self._metrics = metrics
         self._resets = resets
         self._publisher = publisher
+        self._heart = heart
+        self._probe = probe
         self._num_steps = 0
 
     async def run(self, core: CoreOutputs) -> None:
         """Handle messages until the core is gone. Raises the error of a core that says it cannot go on."""
         async for message in core.outputs():
+            self._heart.heard()
             match message:
                 case StepOutput():
                     self._step(message)
                 case PeerConnected():
                     self._core_peers.connected(message)
                 case ConnectorChanged():
-                    self._handoff.owner.set_metadata(message.connector, message.metadata)
+                    self._probe.changed(message.connector, message.metadata)
+                case OwnBlockPulled():
+                    self._probe.pulled(message)
                 case PrefixCacheReset():
                     self._resets.done(message)
                 case CoreFailed():

@@ -95,6 +95,7 @@ class RequestTable:
         self._minted = 0
         self._empty = asyncio.Event()
         self._empty.set()
+        self._filled = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._by_core_id)
@@ -119,6 +120,7 @@ class RequestTable:
         self._by_core_id[running.core_id] = running
         self._by_sink[(sink, request.request_id)] = running
         self._empty.clear()
+        self._filled.set()
         return running
 
     def get(self, core_id: str) -> RunningRequest | None:
@@ -139,7 +141,12 @@ class RequestTable:
             running.timer.cancel()
         if not self._by_core_id:
             self._empty.set()
+            self._filled.clear()
         return True
+
+    async def filled(self) -> None:
+        """Return when a request runs."""
+        await self._filled.wait()
 
     async def emptied(self) -> None:
         """Return when no request runs."""

@@ -19,6 +19,7 @@ from pdmesh.engine.server.core_peers import Core
 from pdmesh.engine.server.endings import Endings
 from pdmesh.engine.server.fetches import Tasks
 from pdmesh.engine.server.handoff import Handoff
+from pdmesh.engine.server.heart import Heart
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RequestTable, RunningRequest, Sink
@@ -68,6 +69,7 @@ class Submission:
         endings: Endings,
         tasks: Tasks,
         metrics: EngineMetrics,
+        heart: Heart,
     ) -> None:
         self._config = config
         self._ready = ready
@@ -79,6 +81,7 @@ class Submission:
         self._endings = endings
         self._tasks = tasks
         self._metrics = metrics
+        self._heart = heart
         self._num_calling = 0
         """Requests that wait for other services on their way to the core."""
         self._root = root_key(ready.model_fingerprint, ready.layout_fingerprints[0], 0)
@@ -86,7 +89,8 @@ class Submission:
     def submit(self, request: GenerateRequest, sink: Sink, leg: StockLeg | None = None) -> RunningRequest:
         """Accept a request; its deltas, or its error, go to `sink`. Never blocks.
 
-        Raises Draining, Overloaded, InvalidRequest or HandshakeRefused when it is not accepted: then `sink` hears nothing.
+        Raises Draining, PeerUnavailable, Overloaded, InvalidRequest or HandshakeRefused when it is not accepted: then `sink`
+        hears nothing.
         """
         self._check_room()
         leg = leg or StockLeg()
@@ -115,6 +119,7 @@ class Submission:
     def _check_room(self) -> None:
         if self._board.draining:
             raise Draining("this engine is shutting down; send new requests elsewhere")
+        self._heart.check()
         num_queued = self._board.num_queued + self._num_calling
         if num_queued >= self._config.max_num_queued_reqs:
             self._metrics.admission_rejections.inc("max_num_queued_reqs")

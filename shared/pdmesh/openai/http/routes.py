@@ -81,7 +81,9 @@ def make_router(serving: Serving, config: HttpConfig, registry: CollectorRegistr
 
     @router.get("/health")
     async def health() -> Response:
-        return Response(status_code=200 if await serving.generator.healthy() else 503)
+        if problem := await serving.generator.problem():
+            return Response(f"{problem}\n", status_code=503, media_type="text/plain")
+        return Response(status_code=200)
 
     @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def ping() -> Response:
