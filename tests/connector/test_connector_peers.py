@@ -369,7 +369,7 @@ def test_an_owner_that_does_not_answer_is_asked_by_one_and_the_others_wait_for_n
             with pytest.raises(PeerUnavailable, match="does not answer"):
                 await peers.reach(address, 30.0)
             # Its time has come.
-            peers._breakers[address]._not_before_s = 0.0
+            peers._silences[address]._not_before_s = 0.0
             silent.may_end.clear()
             silent.is_well = True
             probe = asyncio.create_task(peers.reach(address, 30.0))
@@ -383,7 +383,32 @@ def test_an_owner_that_does_not_answer_is_asked_by_one_and_the_others_wait_for_n
             peers.forget(peer.peer_id)
             again = await asyncio.gather(*(peers.reach(address, 30.0) for _ in range(5)))
             assert len({id(each) for each in again}) == 1
-            assert not peers._breakers
+            assert not peers._silences
+
+    asyncio.run(scenario())
+
+
+def test_a_ticket_of_another_start_is_not_refused_for_the_silence_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a prefill was killed and had come back, decode refused its tickets unasked: for as long as the breaker of its
+    address rested, and as gRPC's own back-off of the dead connection, which a new channel had inherited."""
+    monkeypatch.setattr(breaker, "FIRST_BACKOFF_S", 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def scenario() -> None:
+        address = f"127.0.0.1:{port}"
+        async with directory(Half()) as peers:
+            async with owning("owner@1", port=port):
+                peers.forget((await peers.reach(address, 2.0, owner="owner@1")).peer_id)
+            for _ in range(2):
+                with pytest.raises(PeerUnavailable):
+                    await peers.reach(address, 2.0, owner="owner@1")
+            async with owning("owner@2", port=port):
+                with pytest.raises(PeerUnavailable, match="does not answer"):
+                    await peers.reach(address, 2.0, owner="owner@1")
+                assert (await peers.reach(address, 2.0, owner="owner@2")).peer_id == "owner@2"
 
     asyncio.run(scenario())
 

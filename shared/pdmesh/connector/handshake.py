@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
-from pdmesh.channels import open_channel
+from pdmesh.channels import OWN_CONNECTION, open_channel
 from pdmesh.connector.base import PeerPool
 from pdmesh.connector.owner import check_names, check_pools
 from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable
@@ -170,7 +170,8 @@ class Greeter:
 
 def open_stub(address: str, secret: MeshSecret) -> "tuple[grpc.aio.Channel, mesh_pb2_grpc.KVPeerAsyncStub]":
     """Make a channel to an owner and its stub; nothing connects yet."""
-    channel = open_channel(address, secret)
+    # A connection of its own: another channel's, from when nobody listened there, refuses until its back-off is over.
+    channel = open_channel(address, secret, OWN_CONNECTION)
     return channel, mesh_pb2_grpc.KVPeerStub(channel)
 
 

@@ -8,8 +8,7 @@ A peer whose connection ends is asked soon who it is, so that the memory of a de
 Dropping a peer ends every pull from it, so a call that is merely slow drops nobody: it fails by itself, and when that repeats
 a handshake asks whether the peer is still the one it was.
 
-An address at which nobody answered a handshake is not asked by everyone: a breaker refuses callers at once, so that a frozen
-owner costs one of them its timeout now and then, and all others nothing.
+An address at which nobody answered a handshake is not asked by everyone: see `silences`.
 """
 
 import asyncio
@@ -22,10 +21,10 @@ from typing import Self
 import grpc
 import grpc.aio
 
-from pdmesh.breaker import Breaker
 from pdmesh.channels import disconnected
 from pdmesh.connector.active import ERROR_PREFIX, PullEnd
 from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, open_stub, translated
+from pdmesh.connector.silences import Silences
 from pdmesh.errors import MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.capabilities import capabilities_from_pb
@@ -46,8 +45,6 @@ END_TIMEOUT_S = 2.0
 NUM_TIMEOUTS_TO_PROBE = 2
 # From the end of a peer's connection to the question who is there: calls of that time find out by themselves.
 DISCONNECTED_PAUSE_S = 2.0
-# Addresses that did not answer and are remembered; what falls out is asked once more.
-MAX_BREAKERS = 256
 
 Detach = Callable[[str], None]
 """Disconnects the worker half from a peer id; never blocks."""
@@ -96,8 +93,7 @@ class PeerDirectory:
         self._known: dict[str, Peer] = {}
         """By address; a process with two names stands here twice."""
         self._meeting: dict[str, asyncio.Task[Peer]] = {}
-        self._breakers: dict[str, Breaker] = {}
-        """Of addresses at which nobody answered the last handshake."""
+        self._silences = Silences()
         self._renewing: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -118,10 +114,11 @@ class PeerDirectory:
         if self._closing:
             await asyncio.wait(self._closing)
 
-    async def reach(self, address: str, deadline_s: float) -> Peer:
+    async def reach(self, address: str, deadline_s: float, *, owner: str = "") -> Peer:
         """Return the attached peer at a gRPC address, shaking hands first when needed; at most `deadline_s`.
 
-        A handshake that takes longer goes on for whoever asks next. Raises HandshakeRefused (protocol, model or layout
+        `owner`: peer id of the start that the caller has a ticket of. A handshake that takes longer goes on for whoever asks
+        next. Raises HandshakeRefused (protocol, model or layout
         differ, no common connector works) or PeerUnavailable; that at once where the last handshake had no answer and
         another is not due yet, or is under way.
         """
@@ -129,12 +126,11 @@ class PeerDirectory:
             if known.num_timeouts >= NUM_TIMEOUTS_TO_PROBE:
                 raise PeerUnavailable(f"{address} does not answer; it is being asked whether it still lives")
             return known
-        if (breaker := self._breakers.get(address)) is not None and not breaker.admit():
-            raise PeerUnavailable(f"{address} does not answer; it is asked again in {breaker.wait_s:.1f} s")
+        self._silences.admit(address, owner)
         meeting = self._meeting.get(address)
         if meeting is None:
             meeting = self._meeting[address] = asyncio.create_task(self._meet(address), name="handshake")
-            meeting.add_done_callback(lambda task: self._met(address, task))
+            meeting.add_done_callback(lambda task: self._met(address, owner, task))
         await asyncio.wait([meeting], timeout=deadline_s)
         if not meeting.done() or meeting.cancelled():
             raise PeerUnavailable(f"{address} did not finish the handshake within {deadline_s:.1f} s")
@@ -251,7 +247,7 @@ class PeerDirectory:
             greeting = await self._greeter.ask(stub, address)
             reply = greeting.reply
             # It answers: whoever comes now waits for this meeting, which may take its time in the core.
-            self._breakers.pop(address, None)
+            self._silences.answered(address)
             if (known := self._by_id(reply.peer_id)) is not None:
                 # The same process under a second name.
                 await channel.close(None)
@@ -289,19 +285,13 @@ class PeerDirectory:
             if self.knows(peer):
                 await self._probe(peer)
 
-    def _met(self, address: str, meeting: asyncio.Task[Peer]) -> None:
+    def _met(self, address: str, owner: str, meeting: asyncio.Task[Peer]) -> None:
         del self._meeting[address]
         # Taken note of even when nobody waits any more.
         if meeting.cancelled() or isinstance(meeting.exception(), PeerUnavailable):
-            self._unanswered(address)
+            self._silences.failed(address, owner)
         else:
-            self._breakers.pop(address, None)
-
-    def _unanswered(self, address: str) -> None:
-        breaker = self._breakers.setdefault(address, Breaker())
-        breaker.failed()
-        if len(self._breakers) > MAX_BREAKERS:
-            del self._breakers[next(iter(self._breakers))]
+            self._silences.answered(address)
 
     def _lose(self, peer: Peer) -> None:
         if self.knows(peer):
@@ -353,7 +343,7 @@ class PeerDirectory:
             log.warning("%s is given up: %s", peer.peer_id, exc.message)
             is_same = False
             if isinstance(exc, PeerUnavailable):
-                self._unanswered(peer.address)
+                self._silences.failed(peer.address, peer.peer_id)
         peer.num_timeouts = 0
         if not is_same:
             self._lose(peer)

@@ -33,6 +33,8 @@ class Target:
     """Seconds for the whole pull."""
     is_owner: Callable[[str], bool] = lambda peer_id: True
     """Whether the process with this peer id is the one the request means."""
+    owner_start: str = ""
+    """Peer id of the start of the owner that a ticket names."""
     owner_name: str = ""
     """Who is meant, for the error's text."""
 
@@ -93,7 +95,7 @@ class Attempts:
         return fetch
 
     async def _owner(self, target: Target) -> Peer:
-        peer = await self._peers.reach(target.address, target.deadline_s)
+        peer = await self._peers.reach(target.address, target.deadline_s, owner=target.owner_start)
         if not target.is_owner(peer.peer_id):
             # Either side may be behind: the peer known here, or who named the owner. A live peer is not dropped for that.
             peer = await self._peers.confirm(peer, target.deadline_s)

@@ -83,6 +83,7 @@ class Sources:
             address=ticket.address,
             deadline_s=_fetch_time_s(running),
             is_owner=ticket.peer_id.__eq__,
+            owner_start=ticket.peer_id,
             owner_name=ticket.peer_id,
         )
         return await self._from_offer(
