@@ -11,6 +11,7 @@ import pytest
 from pdmesh.errors import InvalidRequest, Overloaded, PeerUnavailable, TooLarge
 from pdmesh.openai.generator import TokenRequest
 from pdmesh.protocol.messages import GenerateRequest, SamplingParams
+from pdmesh_proxy.endpoint import Endpoint
 from support.fake_engine import CACHED_TOKENS, KV_BYTES, Behaviour, FakeEngine, expected_tokens
 from support.fake_mesh import PROMPT, fake_mesh, finish_reasons, proxy_over, token_request, tokens_of, until
 
@@ -338,6 +339,54 @@ def test_the_card_is_the_engines_and_unknown_until_one_answers() -> None:
             card = await mesh.generator.card()
             assert (card.name, card.max_model_len, card.vocab_size) == ("fake", 1024, 512)
             assert await mesh.generator.healthy()
+
+    asyncio.run(scenario())
+
+
+def test_the_first_request_after_a_start_waits_for_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right after a proxy's restart each request was refused until the first engine had answered."""
+    connect = Endpoint._connect_once
+
+    async def connect_late(endpoint: Endpoint) -> None:
+        await may_connect.wait()
+        await connect(endpoint)
+
+    may_connect = asyncio.Event()
+    monkeypatch.setattr(Endpoint, "_connect_once", connect_late)
+
+    async def scenario() -> None:
+        waits = {"engine_wait_timeout_s": 10.0}
+        engine = FakeEngine("decode", max_model_len=1024)
+        async with engine, proxy_over(prefill=[], decode=[engine.address], extra=waits) as mesh:
+            asking = asyncio.create_task(mesh.generator.card())
+            await asyncio.sleep(0.05)
+            assert not asking.done()
+            may_connect.set()
+            assert (await asking).max_model_len == 1024
+
+    asyncio.run(scenario())
+
+
+def test_the_first_engine_to_answer_does_not_choose_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that was started anew served whatever the engine that it met first had, and refused all others."""
+    connect = Endpoint._connect_once
+
+    async def connect_late(endpoint: Endpoint) -> None:
+        if endpoint.address != odd.address:
+            await asyncio.sleep(0.2)
+        await connect(endpoint)
+
+    odd = FakeEngine("decode", model_fingerprint="model-2")
+
+    async def scenario() -> None:
+        async with FakeEngine("decode") as first, FakeEngine("decode") as second, odd:
+            monkeypatch.setattr(Endpoint, "_connect_once", connect_late)
+            addresses = [odd.address, first.address, second.address, "127.0.0.1:1"]
+            async with proxy_over(prefill=[], decode=addresses, extra={"engine_wait_timeout_s": 10.0}) as mesh:
+                await mesh.collect(token_request())
+                await until(lambda: mesh.metric("pdmesh_proxy_engines", role="decode") == 2)
+                assert mesh.metric("pdmesh_proxy_engines_refused") == 1
+                assert not odd.requests
 
     asyncio.run(scenario())
 

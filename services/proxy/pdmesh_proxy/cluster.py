@@ -115,6 +115,11 @@ class Cluster:
         """Whether some engine takes requests now."""
         return any(not engine.draining for engine in self.view().engines)
 
+    @property
+    def looking(self) -> bool:
+        """Whether the model is not known because not every engine has been heard yet, as just after a start."""
+        return self._served is None and not self._all_tried
+
     def card(self, created_s: int) -> ModelCard:
         """Describe the model in use. Raises PeerUnavailable while no engine has ever answered."""
         if self._served is None:
@@ -195,7 +200,14 @@ class Cluster:
         sessions = [endpoint.session for endpoint in self._endpoints.values()]
         return bool(sessions) and all(session is not None and not session.broken for session in sessions)
 
+    @property
+    def _all_tried(self) -> bool:
+        return all(endpoint.tried for endpoint in self._endpoints.values())
+
     def _choose_model(self, sessions: list[tuple[Endpoint, EngineSession]]) -> None:
+        if self.looking:
+            # The first to answer may be the odd one out: all are heard, or found silent, before any is believed.
+            return
         before, candidates = self._served, [_candidate(endpoint, session) for endpoint, session in sessions]
         self._served = choose_model(before, candidates)
         if self._served is None:

@@ -39,6 +39,8 @@ class Endpoint:
         self.listed: frozenset[Listed] = frozenset()
         self.session: EngineSession | None = None
         """The open session once the engine has answered on it, else None."""
+        self.tried = False
+        """Whether the engine has answered or failed to, once."""
         self.last_used = 0
         """Grows with each request sent anywhere; the smallest was used longest ago."""
         self._breaker = Breaker(threshold=NUM_FAILURES_TO_REST)
@@ -163,7 +165,7 @@ class Endpoint:
             else:
                 continue
             finally:
-                had_answered = self.session is not None
+                had_answered, self.tried = self.session is not None, True
                 self._connected = self.session = None
                 self._on_change()
             backoff_s = FIRST_BACKOFF_S if had_answered else min(2 * backoff_s, LAST_BACKOFF_S)
@@ -192,7 +194,7 @@ class Endpoint:
     def _session_changed(self) -> None:
         session = self._connected
         if session is not None and session.control.answered and not session.broken and self.session is None:
-            self.session = session
+            self.session, self.tried = session, True
             self._complaint = ""
             log.info("engine %s (%s) at %s joined", session.info.engine_id, session.info.role, self.address)
         self._on_change()

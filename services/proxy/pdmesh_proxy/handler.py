@@ -69,6 +69,11 @@ class MeshGenerator(Generator):
                     self._retry_or_raise(run, kind, engine, error)
 
     async def card(self) -> ModelCard:
+        """Describe the model; just after a start, when the engines have been heard."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.engine_wait_timeout_s):
+                while self._cluster.looking:
+                    await self._cluster.changed()
         return self._cluster.card(self._created_s)
 
     async def abort_choice(self, request_id: str, choice: int) -> None:
