@@ -26,7 +26,7 @@ NOTICED_WITHIN_S = 10.0
 OTHER_PROMPT_TOKENS = 1000
 # Enough to go through a whole pool of the tests' engines.
 NUM_OTHER_PROMPTS = 12
-FLIPPED_BYTE = 100
+FLIPPED_BYTES = slice(3, None, 64)
 SKEW_S = 60
 QUALITIES = {Fault.DROP: Quality(drop=0.1), Fault.DELAY: Quality(delay_s=0.5), Fault.CUT: Quality(cut=True)}
 
@@ -134,7 +134,7 @@ def _overwrite(prefill: Node) -> None:
 
 
 def _corrupt(scene: Scene) -> Injected:
-    """One bit of every block in use in the owner's pool turns, after the offer was sealed."""
+    """A few numbers in every block in use in the owner's pool become others, after the offer was sealed."""
     assert scene.prefill is not None
     prefill = scene.prefill
     assert _flip(prefill) > 0
@@ -155,7 +155,8 @@ def _flip(node: Node) -> int:
         blocks = np.frombuffer(memory, dtype=np.uint8, offset=shape.header_bytes).reshape(-1, shape.block_bytes)
         for block in blocks:
             if block.any():
-                block[FLIPPED_BYTE] ^= 1
+                # Sign and exponent of float32.
+                block[FLIPPED_BYTES] ^= 0x55
                 flipped += 1
         del blocks, block
     return flipped

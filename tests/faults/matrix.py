@@ -168,6 +168,15 @@ def required(cell: Cell) -> frozenset[Answer]:
     return _ALONE.get((cell.row, cell.column), RIGHT)
 
 
+def evidence(cell: Cell) -> tuple[str, ...]:
+    """Words of which the route or the error must have one: the fault was met and seen, and tokens are not right by luck."""
+    if cell.row.fault is Fault.CORRUPT and cell.column in FETCHING:
+        return ("corrupt",)
+    if cell.row.fault is Fault.EXPIRY and cell.column is not Column.FETCHED:
+        return ("expired", "stale", "released", "unknown")
+    return ()
+
+
 def impossible(row: Row, column: Column) -> str:
     """Why there is no such cell; empty when there is one."""
     if row.fault is Fault.EXPIRY and column not in FETCHING:

@@ -10,7 +10,7 @@ from typing import Any
 from faults.client import Client
 from faults.columns import NUM_TOKENS, Scene, reach
 from faults.injections import inject, prepare
-from faults.matrix import Answer, Cell, required
+from faults.matrix import Answer, Cell, evidence, required
 from faults.stage import DEADLINE_S, Stage
 
 PROMPT_TOKENS = 600
@@ -87,6 +87,8 @@ def attempt(stage: Stage, cell: Cell, expected: list[int], folder: Path) -> Resu
         injected.finish()
         if answer not in required(cell):
             fault = f"{answer} where {' or '.join(sorted(required(cell)))} is required"
+        elif (words := evidence(cell)) and not any(word in client.route + client.told for word in words):
+            fault = f"nothing tells of {' or '.join(words)}"
         held_s = stage.wait_nothing_held(stage.nodes)
         if defects := stage.defects():
             fault = fault or f"defects were counted: {defects}"
