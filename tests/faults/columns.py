@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from faults.client import Ballast, Client, wait_until
-from faults.matrix import Column, Connector
+from faults.matrix import Column, Connector, Row, Target
 from faults.node import Node
 from faults.stage import PREFILL_ROWS, SLOW_BYTES_S, Stage
 from faults.wires import Quality
@@ -32,6 +32,8 @@ SLOW_STEP_S = 0.2
 BALLAST_PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 # More than one block.
 ACQUAINTANCE_TOKENS = 40
+BLOCK_TOKENS = 32
+WRITES = "pdmesh_kvcache_backing_writes_total"
 # A pull of these sizes takes a few milliseconds when nothing holds it.
 PULLED_WITHIN_S = 0.4
 # One that is slowed down takes two seconds.
@@ -43,8 +45,10 @@ class Scene:
     """One request under way, and all that holds it where it is."""
 
     stage: Stage
+    body: dict[str, Any]
+    """The request."""
     ask: Callable[[dict[str, Any]], Client]
-    """Sends the request, with these `vllm_xargs`."""
+    """Sends it, with these `vllm_xargs`."""
     hold: Path
     """While this exists, steps that look at it wait."""
     client: Client | None = None
@@ -99,10 +103,18 @@ class Scene:
         self.ballast = []
 
 
-def reach(scene: Scene, column: Column) -> None:
-    """Bring the request to this moment; `release` lets it go on. Before admission there is no request yet."""
+def reach(scene: Scene, row: Row, column: Column) -> None:
+    """Bring the request to this moment; `release` lets it go on. Before admission there is no request yet.
+
+    What is fetched, for rows about the tier, are the tier's blocks.
+    """
     scene.steer()
-    REACHING[column](scene)
+    if column is Column.MID_FETCH and row.target is Target.KVCACHE:
+        _mid_fetch_from_tier(scene)
+    elif column is Column.MID_FETCH and row.target is Target.VALKEY:
+        _mid_fetch_from_valkey(scene)
+    else:
+        REACHING[column](scene)
 
 
 def _before(scene: Scene) -> None:
@@ -128,9 +140,7 @@ def _acquaint(scene: Scene) -> None:
     """Have the decode know every prefill: a frozen one shakes no hands."""
     for _ in range(2 * len(scene.stage.prefills)):
         prompt = [random.randrange(10, 370) for _ in range(ACQUAINTANCE_TOKENS)]
-        body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{scene.stage.proxies[0].url}/v1/completions", json=body, timeout=30)
-        assert answer.status_code == 200, answer.text
+        _complete(scene, {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True})
     wait_until(lambda: running(scene.decode) == 0, REACHED_WITHIN_S, "the decode is at rest")
 
 
@@ -152,6 +162,48 @@ def _mid_fetch(scene: Scene) -> None:
     scene.find_prefill(lambda metrics: metrics.get("pdmesh_transfers_reading") == 1, "a pull")
     if is_slow:
         time.sleep(PART_S)
+
+
+def _complete(scene: Scene, body: dict[str, Any]) -> None:
+    answer = httpx.post(f"{scene.stage.proxies[0].url}/v1/completions", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+
+
+def put_into_tier(scene: Scene) -> None:
+    """Have the request's prompt in the kvcache service, and behind it, and in no engine."""
+    kvcache = scene.stage.kvcache
+    before = kvcache.metric(WRITES)
+    _complete(scene, scene.body | {"max_tokens": 1})
+    num_blocks = len(scene.body["prompt"]) // BLOCK_TOKENS
+    wait_until(lambda: kvcache.metric(WRITES) >= before + num_blocks, REACHED_WITHIN_S, f"{num_blocks} blocks written")
+    for engine in scene.stage.engines:
+        assert httpx.post(f"{engine.url}/reset_prefix_cache", timeout=10).status_code == 200
+
+
+def leave_to_valkey(scene: Scene) -> None:
+    """Empty the kvcache service's own memory."""
+    kvcache = scene.stage.kvcache
+    kvcache.kill()
+    kvcache.start()
+    kvcache.wait_ready()
+    wait_until(lambda: kvcache.metric("pdmesh_kvcache_backing_up") == 1, REACHED_WITHIN_S, "Valkey is known")
+
+
+def _mid_fetch_from_tier(scene: Scene) -> None:
+    put_into_tier(scene)
+    for prefill in scene.stage.prefills:
+        prefill.freeze_transport()
+    scene.start()
+    kvcache = scene.stage.kvcache
+    wait_until(lambda: kvcache.metric("pdmesh_kvcache_slots_pinned") > 0, REACHED_WITHIN_S, "a pull from the tier")
+
+
+def _mid_fetch_from_valkey(scene: Scene) -> None:
+    put_into_tier(scene)
+    leave_to_valkey(scene)
+    scene.stage.valkey.freeze()
+    scene.start()
+    time.sleep(PULLED_WITHIN_S)
 
 
 def _slow_down(scene: Scene) -> bool:

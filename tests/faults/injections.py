@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 import httpx
 import numpy as np
+import redis
 
 from faults.client import wait_until
-from faults.columns import Scene
-from faults.matrix import GENERATING, NETWORK, UNTIL_OFFERED, Column, Fault, Row, Target
+from faults.columns import Scene, leave_to_valkey, put_into_tier
+from faults.matrix import GENERATING, NETWORK, UNTIL_OFFERED, Cell, Column, Fault, Target
 from faults.node import Node
 from faults.wires import Quality
 from pdmesh.connector.pool import PoolShape
 from pdmesh.protocol.offers import OFFER_LEASE_S
+from pdmesh_kvcache.value import NAMESPACE
 
 FROZEN_S = 5.0
 EXPIRED_WITHIN_S = OFFER_LEASE_S + 6.0
@@ -41,9 +43,13 @@ class Injected:
     """Return when the fault is over; the answer has come by then."""
 
 
-def prepare(scene: Scene, row: Row) -> None:
+def prepare(scene: Scene, cell: Cell) -> None:
     """Do beforehand what takes long."""
-    if row.fault is Fault.WRONG_MODEL and not scene.stage.stranger.is_alive:
+    row = cell.row
+    if row.fault is Fault.CORRUPT and cell.column is Column.BEFORE:
+        put_into_tier(scene)
+        leave_to_valkey(scene)
+    elif row.fault is Fault.WRONG_MODEL and not scene.stage.stranger.is_alive:
         scene.stage.stranger.start()
         scene.stage.stranger.wait_ready()
 
@@ -51,12 +57,15 @@ def prepare(scene: Scene, row: Row) -> None:
         _skew(scene)
 
 
-def inject(scene: Scene, row: Row, column: Column) -> Injected:
+def inject(scene: Scene, cell: Cell) -> Injected:
     """Do it. The request is where it should be."""
+    row = cell.row
     if row.target is not Target.NONE:
         return ON_PROCESS[row.fault](_node(scene, row.target))
     if row.fault in NETWORK:
-        return _spoil(scene, column, QUALITIES[row.fault])
+        return _spoil(scene, cell.column, QUALITIES[row.fault])
+    if row.fault is Fault.CORRUPT and cell.column is Column.BEFORE:
+        return _corrupt_valkey(scene)
     return INJECTIONS[row.fault](scene)
 
 
@@ -140,6 +149,22 @@ def _corrupt(scene: Scene) -> Injected:
     assert _flip(prefill) > 0
     # Its own prefix cache holds these blocks too: such a machine is taken out of service.
     return Injected(finish=prefill.kill)
+
+
+def _corrupt_valkey(scene: Scene) -> Injected:
+    """A byte of every block that Valkey has turns."""
+    with contextlib.closing(redis.Redis.from_url(scene.stage.valkey_url)) as client:
+        names = list(client.scan_iter(match=f"{NAMESPACE}*:*"))
+        assert names
+        for name in names:
+            size = client.strlen(name)
+            (byte,) = client.getrange(name, size // 2, size // 2)
+            client.setrange(name, size // 2, bytes([byte ^ 0x55]))
+
+    def finish() -> None:
+        assert scene.stage.kvcache.metric("pdmesh_kvcache_values_rejected_total") > 0, "no value was rejected"
+
+    return Injected(finish=finish)
 
 
 def _flip(node: Node) -> int:

@@ -77,6 +77,7 @@ class Stage:
     """A decode with other weights; started and listed only by the row that is about it."""
     _addresses: dict[str, str] = field(default_factory=dict)
     """gRPC addresses of the engines, by name."""
+    valkey_url: str = ""
     _valkey_address: tuple[str, int] = ("", 0)
 
     @property
@@ -90,9 +91,9 @@ class Stage:
     def build(self) -> None:
         """Choose every address, and start all."""
         count = 2 if self.settings.policy is Policy.ALTERNATIVE else 1
-        self.valkey, url = self._valkey()
+        self.valkey, self.valkey_url = self._valkey()
         kvcache_grpc = free_port()
-        flags = ("--grpc-port", str(kvcache_grpc), "--valkey", url, "--arena-bytes", str(VALKEY_BYTES))
+        flags = ("--grpc-port", str(kvcache_grpc), "--valkey", self.valkey_url, "--arena-bytes", str(VALKEY_BYTES))
         self.kvcache = self._node("kvcache", "kvcache", *flags)
         tier = ("--kvcache", f"{self.kvcache.host}:{kvcache_grpc}")
         self.prefills = [self._engine("prefill", number, self.settings.model, *tier) for number in range(count)]

@@ -69,17 +69,17 @@ def attempt(stage: Stage, cell: Cell, expected: list[int], folder: Path) -> Resu
     def ask(extra_args: dict[str, Any]) -> Client:
         return Client(addresses, body | {"vllm_xargs": extra_args}, timeout_s=DEADLINE_S + CLIENT_GRACE_S)
 
-    scene = Scene(stage, ask, folder / "hold")
+    scene = Scene(stage, body, ask, folder / "hold")
     try:
-        prepare(scene, cell.row)
-        reach(scene, cell.column)
+        prepare(scene, cell)
+        reach(scene, cell.row, cell.column)
     except AssertionError as exc:
         scene.release(None)
         stage.mend()
         return _result(cell, scene, None, 0.0, f"not reached: {exc}")
     fault, held_s, answer = "", 0.0, None
     try:
-        injected = inject(scene, cell.row, cell.column)
+        injected = inject(scene, cell)
         client = scene.client or scene.start()
         scene.release(injected.frozen)
         client.wait_over()
