@@ -14,7 +14,7 @@ from typing import Any
 from faults.matrix import Answer
 
 ANSWER_OF_STATUS = {503: Answer.UNAVAILABLE, 502: Answer.TRANSFER_FAILED}
-POLL_S = 0.004
+POLL_S = 0.01
 
 
 class Client:

@@ -189,7 +189,10 @@ def _flip(node: Node) -> int:
 
 def _fill_disk(scene: Scene) -> Injected:
     """No byte more can be written where Valkey keeps its file."""
-    path = scene.stage.settings.valkey_folder / "filler"
+    disk = scene.stage.settings.valkey_folder
+    # Never the machine's own.
+    assert disk.is_mount(), f"{disk} is no disk of the tests'"
+    path = disk / "filler"
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import subprocess
@@ -10,15 +11,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import psutil
 
 from faults.client import wait_until
 from support import mesh
 
 ENDS_WITHIN_S = 30.0
+METRICS_TIMEOUT_S = 10.0
 CORE = "pdmesh.engine.core_process"
-HELPERS = ("nixl_process", "native_process", "mooncake", "ucxx")
+HELPERS = "pdmesh.connector."
+"""In the command of a process in which a native transport runs."""
 POOL_LINK = "/memfd:pdmesh-"
 FOLDER_OF_TESTS = Path(__file__).resolve().parents[1]
 
@@ -74,10 +76,14 @@ class Node:
     def metrics(self) -> dict[str, float]:
         """Sums over all label sets, by the name of the sample; empty while it does not answer."""
         sums: dict[str, float] = {}
-        with contextlib.suppress(httpx.HTTPError, AssertionError):
-            for key, value in self.service.metrics().items():
-                name = key.split("{")[0]
-                sums[name] = sums.get(name, 0.0) + value
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection(self.host, self.port, timeout=METRICS_TIMEOUT_S)
+            with contextlib.closing(connection):
+                connection.request("GET", "/metrics")
+                lines = connection.getresponse().read().decode().splitlines()
+            for sample, value in (line.rsplit(" ", 1) for line in lines if line and line[0] != "#"):
+                name = sample.split("{")[0]
+                sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 
     def metric(self, name: str) -> float:
@@ -117,7 +123,7 @@ class Node:
     def freeze_transport(self) -> None:
         """SIGSTOP to the process that pulls: a helper where the connector has one, else the core."""
         children = self._all()[1:]
-        helpers = [each for each in children if any(name in _command(each) for name in HELPERS)]
+        helpers = [each for each in children if HELPERS in _command(each)]
         self._stop(helpers or [each for each in children if CORE in _command(each)])
 
     def thaw(self) -> None:

@@ -157,7 +157,7 @@ class Stage:
         deadline_s = began_s + OFFER_LEASE_S + LEASE_MARGIN_S
         while left := self.held(nodes):
             assert time.monotonic() < deadline_s, f"still held after a lease: {left}"
-            time.sleep(0.1)
+            time.sleep(0.2)
         return time.monotonic() - began_s
 
     def close(self) -> None:
