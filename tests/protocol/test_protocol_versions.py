@@ -106,3 +106,13 @@ def test_pools_that_cannot_be_read_are_refused_with_both_ranges() -> None:
     check_pools(OWN, UNTOLD, "p@1")
     with pytest.raises(HandshakeRefused, match=r"p@1: the pool's memory has layout version 2 to 3, the reader knows 1"):
         check_pools(Capabilities(pool=Versions(2, 3)), UNTOLD, "p@1")
+
+
+def test_a_ticket_has_one_version_and_of_a_range_any_may_come() -> None:
+    """Ranges that met in one version were paired, although the writer, whom nobody asks, wrote the other."""
+    assert OWN.ticket_write.oldest == OWN.ticket_write.newest
+    either = Capabilities(ticket_write=Versions(1, 2))
+    assert handoff_obstacle(either, Capabilities(ticket_read=Versions(1, 3))) == ""
+    for read in (Versions(1, 1), Versions(2, 2)):
+        obstacle = handoff_obstacle(either, Capabilities(ticket_read=read))
+        assert obstacle == f"tickets are written in version 1 to 2 and read in {read}"

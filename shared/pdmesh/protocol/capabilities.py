@@ -26,6 +26,10 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
         newest = min(self.newest, other.newest)
         return newest if newest >= max(self.oldest, other.oldest) else None
 
+    def covers(self, other: "Versions") -> bool:
+        """Whether all of the other are in this one."""
+        return self.oldest <= other.oldest and other.newest <= self.newest
+
     def __str__(self) -> str:
         return f"{self.oldest}" if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
@@ -39,7 +43,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Each default is what a peer of protocol version 1 has."""
 
     ticket_write: Versions = FIRST
-    """Versions in which it writes tickets."""
+    """The version in which it writes tickets: one, as a ticket is written before anyone knows who will read it. Where a peer
+    tells several, any of them may come."""
     ticket_read: Versions = FIRST
     """Versions that it can read."""
     pool: Versions = FIRST
@@ -75,6 +80,6 @@ def pool_obstacle(owner: Capabilities, reader: Capabilities) -> str:
 
 def handoff_obstacle(prefill: Capabilities, decode: Capabilities) -> str:
     """Why `decode` cannot go on where `prefill` ended; empty when it can."""
-    if prefill.ticket_write.meet(decode.ticket_read) is None:
+    if not decode.ticket_read.covers(prefill.ticket_write):
         return f"tickets are written in version {prefill.ticket_write} and read in {decode.ticket_read}"
     return pool_obstacle(prefill, decode)
