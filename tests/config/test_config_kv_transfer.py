@@ -40,6 +40,19 @@ def multi(*connectors: Any, **outer: Any) -> dict[str, Any]:
     return {"kv_connector": "MultiConnector", EXTRA: {"connectors": list(connectors)}} | outer
 
 
+def test_a_start_reads_the_json_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did three times: to check, to log and to serve."""
+    texts: list[str] = []
+    monkeypatch.setattr(
+        "pdmesh.engine.kv_transfer_config.parse_object", lambda setting, text: texts.append(text) or json.loads(text)
+    )
+    config = configured(NIXL | {"engine_id": "read-once"})
+    for _ in range(2):
+        assert resolve_kv_transfer(config).engine_id == "read-once"
+        assert len(kv_transfer_lines(config)) == 1
+    assert len(texts) == 1
+
+
 def test_a_command_line_of_vllms_means_the_same_here() -> None:
     text = json.dumps(
         NIXL

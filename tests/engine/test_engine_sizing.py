@@ -147,6 +147,12 @@ def test_what_does_not_fit_is_said_with_numbers(settings: dict[str, int], pool: 
         resolve_sizes(config(**settings), info(), pool)
 
 
+def test_a_threshold_that_fits_becomes_the_context_of_a_small_pool() -> None:
+    resolved = config(long_prefill_token_threshold=256, long_prefill_token_threshold_fits=True)
+    sizes = resolve_sizes(resolved, info(), 3_999)
+    assert resolve_limits(resolved, info(), sizes).long_prefill_token_threshold == sizes.max_model_len == 48
+
+
 def test_unequal_blocks_cannot_share_a_pool() -> None:
     other = KVGroupSpec(kind="sliding", layers=(1,), block_size=16, block_bytes=2000, window=32, fingerprint="s")
     with pytest.raises(ConfigError, match="16 tokens in 1000 bytes, 16 tokens in 2000 bytes; they must be equal"):

@@ -14,6 +14,7 @@ from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.pool import PoolShape
 from pdmesh.engine.messages import AddRequest, DisconnectPeer, TransferEnded
 from pdmesh.engine.server.assembly import Engine
+from pdmesh.engine.server.pull_time import MOST_S, SLOW_LINK_BYTES_S, START_S, PullTimes
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.messages import GenerateRequest, GroupBlocks
@@ -132,6 +133,29 @@ def test_a_ticket_that_fits_is_fetched_also_after_more_tokens() -> None:
             assert table.num_transfers == 1
 
     play(scene)
+
+
+def test_a_pull_has_time_by_its_size() -> None:
+    """It had 30 s, whatever it was: an owner that stood still held up a prompt that a second computes."""
+    made = request("r")
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async with owning(made) as (address, _):
+            submitted(engine, decode_leg(ticket_of(made, address)))
+            await until(lambda: core.sent and isinstance(core.sent[-1], AddRequest))
+            source = core.added().source
+            assert source is not None
+            assert source.deadline_s == START_S + 3 * READY.block_bytes / SLOW_LINK_BYTES_S
+
+    play(scene)
+
+
+def test_pulls_under_way_and_a_throttle_give_a_pull_more_time() -> None:
+    times = PullTimes('{"shm": {"throttle_bytes_s": "10M"}, "grpc": {"throttle_bytes_s": "10G"}}')
+    assert times.bound_s("nixl", 0) == START_S
+    assert times.bound_s("nixl", 100_000_000) == times.bound_s("grpc", 100_000_000) == START_S + 2
+    assert times.bound_s("shm", 10 << 20) == START_S + 1
+    assert times.bound_s("shm", 1 << 40) == MOST_S
 
 
 def test_a_dead_owner_is_not_taken_for_this_engine_by_the_proxy() -> None:

@@ -31,7 +31,7 @@ from pdmesh.supervisor.child import Child
 from pdmesh.supervisor.config import UpConfig
 from pdmesh.supervisor.control import bind_control, control_server, scale
 from pdmesh.supervisor.keeper import Keeper, KeeperState
-from pdmesh.supervisor.main import ignored_variables
+from pdmesh.supervisor.main import engines_flag, ignored_variables, run_up
 from pdmesh.supervisor.mesh import Mesh
 from pdmesh.supervisor.pairing import unpaired
 from pdmesh.supervisor.plan import ChildSpec, Plan
@@ -291,6 +291,58 @@ def test_short_prompts_do_not_wait_for_long_ones_where_prompts_are_computed(runt
     assert name not in make_plan(runtime, context=64).engine(Role.PREFILL, 1).argv
     given = make_plan(runtime, "--prefill-args", f"{name} 0").engine(Role.PREFILL, 1).argv
     assert given[len(given) - 1 - given[::-1].index(name) + 1] == "0"
+
+
+def test_the_threshold_of_the_mesh_fits_any_pool_and_that_of_a_user_is_his_own(runtime: RuntimeFolder) -> None:
+    """A pool of less than 256 tokens made the context as small, and the engine refused the threshold that nobody wrote."""
+    name = "--long-prefill-token-threshold"
+    assert f"{name}-fits" in make_plan(runtime, "--kv-cache-memory-bytes", "100000").engine(Role.PREFILL, 1).argv
+    assert f"{name}-fits" not in make_plan(runtime, "--prefill-args", f"{name} 9").engine(Role.PREFILL, 1).argv
+
+
+@pytest.mark.parametrize("flag_", ["--drain-timeout-s 70", "--drain-timeout 70", "--shutdown-timeout=70"])
+def test_a_role_that_may_drain_longer_is_waited_for(
+    runtime: RuntimeFolder, flag_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed 5 s after the mesh's own time, with its requests."""
+    plan = make_plan(runtime, "--drain-timeout-s", "1", f"--prefill-args={flag_}")
+    assert [plan.engine(role, 1).drain_timeout_s for role in (Role.PREFILL, Role.DECODE)] == [70.0, 1.0]
+    with pytest.raises(ConfigError, match="prefill-args: drain-timeout-s must be a number of seconds, got 'soon'"):
+        make_plan(runtime, "--prefill-args", "--drain-timeout soon").engine(Role.PREFILL, 1)
+
+    async def go() -> dict[str, float]:
+        mesh = Mesh(UpConfig(drain_timeout_s=1), plan, runtime, changed=lambda: None, report=lambda line: None)
+        given: dict[str, float] = {}
+        for role in (Role.PREFILL, Role.DECODE):
+            keeper = Keeper(plan.engine(role, 1), runtime, changed=lambda: None, report=lambda line: None)
+            monkeypatch.setattr(
+                keeper, "stop", AsyncMock(side_effect=lambda grace_s, role=role: given.update({role: grace_s}))
+            )
+            mesh.keepers.append(keeper)
+        mesh._started = True
+        await mesh.drain()
+        return given
+
+    given = asyncio.run(go())
+    assert given[Role.PREFILL] >= 70
+    assert given[Role.DECODE] < 10
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--kv-transfer-config", "{}"], "--decode-args '--kv-transfer-config VALUE'"),
+        (["--port", "1", "--kv-transfer-config={}"], "--decode-args '--kv-transfer-config VALUE'"),
+        (["--no-async-scheduling"], "--decode-args '--no-async-scheduling'"),
+    ],
+)
+def test_settings_of_engines_say_where_they_go(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were unrecognized."""
+    assert run_up(argv) == 2
+    error = capsys.readouterr().err
+    assert "is a setting of engines" in error
+    assert says in error
+    assert engines_flag(["--prefill-args", "--max-num-seqs 4", "--drain-timeout-s", "3", "--no-kvcache"]) == ""
 
 
 def test_vllms_json_for_one_role_is_not_contradicted(runtime: RuntimeFolder) -> None:

@@ -106,6 +106,24 @@ def test_transfer_fields_of_clients_reach_no_engine(forged: dict[str, Any]) -> N
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"heartbeat_interval_s": 3, "heartbeat_timeout_s": 3},
+            ["heartbeat-timeout-s 3", "heartbeat-interval-s 3", "dead"],
+        ),
+        ({"heartbeat_interval_s": 5.5, "heartbeat_timeout_s": 9}, ["heartbeat-interval-s 5.5", "lease of 10 s"]),
+        ({"heartbeat_timeout_s": 10}, ["heartbeat-timeout-s 10", "lease of 10 s", "ticket"]),
+    ],
+)
+def test_heartbeats_that_contradict_leases_are_refused(settings: dict[str, float], words: list[str]) -> None:
+    """A frozen decode was found after its ticket had run out, so that the retry had to compute the prompt again."""
+    with pytest.raises(ValueError, match="heartbeat") as caught:
+        ProxyConfig(**settings)  # type: ignore[arg-type]
+    assert all(word in str(caught.value) for word in words)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_mesh_is_a_503_that_says_when_to_come_back(stream: bool) -> None:
     async def scenario() -> None:

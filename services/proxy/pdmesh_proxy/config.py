@@ -1,8 +1,11 @@
 """Settings of the proxy service."""
 
-from pydantic import Field, field_validator
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
 
 from pdmesh.config import HttpConfig, ServiceConfig
+from pdmesh.protocol.offers import OFFER_LEASE_S
 from pdmesh_proxy.targets import parse_target
 
 
@@ -41,9 +44,30 @@ class ProxyConfig(ServiceConfig, HttpConfig):
     """Seconds between pings of an engine that works for us (five times that at rest); held offers (lease 10 s) are renewed
     with each."""
     heartbeat_timeout_s: float = Field(default=6.0, gt=0, le=300)
-    """Silence after which an engine is taken for dead and its requests go on elsewhere."""
+    """Silence after which an engine is taken for dead and its requests go on elsewhere; more than the interval, less than an
+    offer's lease."""
     prefix_index_entries: int = Field(default=1 << 16, ge=0, le=1 << 24)
     """Most prompt chunks (64 tokens each) whose last engine is remembered; 0: no prefix affinity."""
+
+    @model_validator(mode="after")
+    def _check_heartbeat(self) -> Self:
+        interval_s, timeout_s = self.heartbeat_interval_s, self.heartbeat_timeout_s
+        if timeout_s <= interval_s:
+            raise ValueError(
+                f"heartbeat-timeout-s {timeout_s:g} is not more than heartbeat-interval-s {interval_s:g}: every engine would be "
+                "taken for dead between two pings"
+            )
+        if 2 * interval_s > OFFER_LEASE_S:
+            raise ValueError(
+                f"heartbeat-interval-s {interval_s:g} is more than half an offer's lease of {OFFER_LEASE_S:g} s, which pings "
+                "renew: one that is late would end it under its request"
+            )
+        if timeout_s >= OFFER_LEASE_S:
+            raise ValueError(
+                f"heartbeat-timeout-s {timeout_s:g} must be less than an offer's lease of {OFFER_LEASE_S:g} s: a decode that "
+                "stands still has to be found while its ticket is worth something to another"
+            )
+        return self
 
     @field_validator("prefill", "decode")
     @classmethod

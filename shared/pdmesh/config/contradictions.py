@@ -53,7 +53,7 @@ def _check_scheduling(config: "EngineConfig") -> None:
                 f"sequence, so it must be in 1…{config.max_num_seqs}, or 0 for as many"
             )
     threshold, longest = config.long_prefill_token_threshold, config.max_model_len
-    if longest and threshold > longest:
+    if longest and threshold > longest and not config.long_prefill_token_threshold_fits:
         raise ValueError(
             f"long-prefill-token-threshold {threshold} is more than max-model-len {longest}: no prompt is that long, so it "
             f"must be in 1…{longest}, or 0 for none"

@@ -58,6 +58,8 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """Most tokens one prompt gets per step while there are other requests; 0: no limit but the budget."""
     long_prefill_token_threshold_adaptive: bool = False
     """Never cut below a fair share: the budget divided by the requests that run or wait."""
+    long_prefill_token_threshold_fits: bool = False
+    """A threshold beyond the context becomes the context, and is no error; set by `pdmesh up` beside its own threshold."""
     max_num_partial_prefills: int = Field(default=0, ge=0, le=65536)
     """Most prompts that are computed in part at the same time; 0: no limit."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"

@@ -1,5 +1,6 @@
 """What `--kv-transfer-config` says: vLLM's JSON for its KV transfers, turned into settings of ours before anything starts."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -138,6 +139,8 @@ def kv_transfer_lines(config: EngineConfig) -> list[str]:
     return lines + [f"{SETTING}: {path}{key} has no effect: {WITHOUT_EFFECT[key]}" for path, key in without_effect]
 
 
+# A start asks for it when it checks, when it logs and when it serves.
+@functools.lru_cache(maxsize=8)
 def _read(text: str) -> tuple[dict[str, _Wanted], list[tuple[str, str]]]:
     """The settings that the JSON decides, by name, and the keys without effect with where they are."""
     wanted: dict[str, _Wanted] = {}

@@ -25,7 +25,7 @@ def check_model(config: EngineConfig) -> ModelSource:
         raise ConfigError(
             f"max-model-len {config.max_model_len} is more than the {longest} tokens that the model was made for"
         )
-    if config.long_prefill_token_threshold > longest:
+    if config.long_prefill_token_threshold > longest and not config.long_prefill_token_threshold_fits:
         raise ConfigError(
             f"long-prefill-token-threshold {config.long_prefill_token_threshold} is more than the {longest} tokens that the "
             f"model was made for: it must be in 1…{longest}, or 0 for none"

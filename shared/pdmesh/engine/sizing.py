@@ -119,7 +119,7 @@ def resolve_limits(config: EngineConfig, info: ModelInfo, sizes: Sizes) -> Limit
         vocab_size=info.vocab_size,
         eos_token_ids=frozenset(info.eos_token_ids),
         max_num_active_seqs=config.max_num_active_seqs,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        long_prefill_token_threshold=min(config.long_prefill_token_threshold, sizes.max_model_len),
         is_threshold_adaptive=config.long_prefill_token_threshold_adaptive,
         max_num_partial_prefills=config.max_num_partial_prefills,
         by_priority=config.scheduling_policy == "priority",
@@ -133,7 +133,10 @@ def resolve_limits(config: EngineConfig, info: ModelInfo, sizes: Sizes) -> Limit
 
 def _check_threshold(config: EngineConfig, max_model_len: int) -> None:
     """The same check as for a configured context, now that the context is known."""
-    if config.long_prefill_token_threshold > max_model_len:
+    threshold = config.long_prefill_token_threshold
+    if threshold > max_model_len and config.long_prefill_token_threshold_fits:
+        log.info("long-prefill-token-threshold %d becomes the context, %d tokens", threshold, max_model_len)
+    elif threshold > max_model_len:
         raise ConfigError(
             f"long-prefill-token-threshold {config.long_prefill_token_threshold} is more than the context of {max_model_len} "
             f"tokens: it must be in 1…{max_model_len}, or 0 for none"

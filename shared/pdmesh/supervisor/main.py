@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pdmesh.config import load_config, unknown_variables, variable
+from pdmesh.config import EngineConfig, load_config, unknown_variables, variable
 from pdmesh.errors import ConfigError, MeshError
 from pdmesh.models.source import ModelSource, read_config
 from pdmesh.supervisor.config import UpConfig
@@ -33,6 +33,8 @@ LOG_CHECK_INTERVAL_S = 60.0
 def run_up(argv: list[str]) -> int:
     """Run a mesh until SIGINT or SIGTERM; returns the exit code: 0 done, 1 failed, 2 cannot start as configured."""
     try:
+        if hint := engines_flag(argv):
+            raise ConfigError(hint)
         config = load_config(UpConfig, argv, prog=PROG)
         return asyncio.run(_up(config))
     except MeshError as exc:
@@ -72,6 +74,21 @@ async def _run(config: UpConfig, source: ModelSource, runtime: RuntimeFolder, pl
         runtime.close()
     display.say("stopped; nothing is left running")
     return 0
+
+
+def engines_flag(argv: list[str]) -> str:
+    """One line for the first flag that engines have and `pdmesh up` has not; else ""."""
+    known = EngineConfig.model_fields.keys() - UpConfig.model_fields.keys()
+    for given in argv:
+        flag = given.partition("=")[0]
+        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        if flag.startswith("--") and name in known:
+            value = "" if EngineConfig.model_fields[name].annotation is bool else " VALUE"
+            return (
+                f"{flag} is a setting of engines, which may differ by role: give it in --prefill-args and --decode-args, "
+                f"such as --decode-args '{flag}{value}'"
+            )
+    return ""
 
 
 def ignored_variables(environ: Mapping[str, str]) -> list[str]:

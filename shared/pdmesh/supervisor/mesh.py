@@ -92,13 +92,15 @@ class Mesh:
         self._draining = True
         if self._retry is not None:
             self._retry.cancel()
-        grace_s = self._config.drain_timeout_s + DRAIN_MARGIN_S if self._started else START_ABORT_GRACE_S
         for roles in DRAIN_ORDER:
-            stopping = [keeper.stop(grace_s) for keeper in self.keepers if keeper.spec.role in roles]
+            stopping = [keeper.stop(self._grace_s(keeper)) for keeper in self.keepers if keeper.spec.role in roles]
             for result in await asyncio.gather(*stopping, return_exceptions=True):
                 # The others must end all the same.
                 if isinstance(result, Exception):
                     self._report(f"stopping the {' and '.join(roles)} failed: {type(result).__name__}: {result}")
+
+    def _grace_s(self, keeper: Keeper) -> float:
+        return keeper.spec.drain_timeout_s + DRAIN_MARGIN_S if self._started else START_ABORT_GRACE_S
 
     def kill(self) -> None:
         """End every process at once."""
@@ -189,5 +191,5 @@ class Mesh:
         # Out of the list first: from here on the proxy gives them nothing new.
         self.keepers = [keeper for keeper in self.keepers if keeper not in leaving]
         self._changed()
-        await asyncio.gather(*(keeper.stop(self._config.drain_timeout_s + DRAIN_MARGIN_S) for keeper in leaving))
+        await asyncio.gather(*(keeper.stop(self._grace_s(keeper)) for keeper in leaving))
         return [f"{keeper.spec.name} drained and removed" for keeper in leaving]

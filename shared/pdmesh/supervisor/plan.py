@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from pdmesh.config import EngineConfig, variable
+from pdmesh.config import ALIASES, EngineConfig, variable
 from pdmesh.embedded_valkey import ValkeyCommand, prepare
 from pdmesh.engine.host_memory import usable_cores
 from pdmesh.errors import ConfigError
@@ -23,6 +23,8 @@ TLS_SETTINGS = ("tls_cert", "tls_key", "tls_ca", "tls_server_name")
 PREFILL_NICENESS = 5
 # Prompts of 64 tokens among such of 3,000 had their first token after 3.4 s, not 6.9, at the same throughput; 512 made it 4.5.
 PREFILL_SHARE_TOKENS = 256
+THRESHOLD = "--long-prefill-token-threshold"
+DRAIN_FLAGS = ("--drain-timeout-s", *ALIASES["drain_timeout_s"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,8 @@ class ChildSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
     """Its whole environment."""
+    drain_timeout_s: float = 30.0
+    """How long it may take to end by itself."""
     ready_socket: str = ""
     """Unix socket that accepts once the child is ready; empty: it reports on `--notify-fd`."""
 
@@ -166,7 +170,12 @@ class Plan:
         command = self._valkey_command()
         assert isinstance(command.address, str)
         return ChildSpec(
-            name="valkey", role=Role.VALKEY, argv=tuple(command.argv), env=self._env, ready_socket=command.address
+            name="valkey",
+            role=Role.VALKEY,
+            argv=tuple(command.argv),
+            env=self._env,
+            drain_timeout_s=self._config.drain_timeout_s,
+            ready_socket=command.address,
         )
 
     def _valkey_command(self) -> ValkeyCommand:
@@ -181,10 +190,10 @@ class Plan:
         except ValueError as exc:
             raise ConfigError(f"kvcache-args: {exc}") from None
 
-    def _extra_value(self, role: Role, flag: str) -> str:
-        """What a role's further flags say of `flag`; empty: nothing."""
+    def _extra_value(self, role: Role, *spellings: str) -> str:
+        """What a role's further flags say of one flag, in any of its spellings; empty: nothing."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        parser.add_argument(flag, dest="value", default="")
+        parser.add_argument(*spellings, dest="value", default="")
         try:
             return str(parser.parse_known_args(self._extra[role])[0].value)
         except argparse.ArgumentError as exc:
@@ -214,13 +223,23 @@ class Plan:
         has_own = self._extra_value(role, "--max-model-len") or self._extra_value(role, "--config")
         if role is not Role.PREFILL or self._context < PREFILL_SHARE_TOKENS or has_own:
             return []
-        return ["--long-prefill-token-threshold", str(PREFILL_SHARE_TOKENS)]
+        # How small a pool of a given size makes the context only the engine knows.
+        fits = [] if self._extra_value(role, THRESHOLD) else ["--long-prefill-token-threshold-fits"]
+        return [THRESHOLD, str(PREFILL_SHARE_TOKENS), *fits]
 
     def _service(self, role: Role, name: str, flags: list[str]) -> ChildSpec:
         config = self._config
         common = ["--log-level", config.log_level, "--drain-timeout-s", str(config.drain_timeout_s)]
         argv = (sys.executable, "-m", f"pdmesh_{role}", *flags, *common, *self._extra[role])
-        return ChildSpec(name=name, role=role, argv=argv, env=self._env)
+        return ChildSpec(name=name, role=role, argv=argv, env=self._env, drain_timeout_s=self._drain_timeout_s(role))
+
+    def _drain_timeout_s(self, role: Role) -> float:
+        """A role's further flags may give it a time of its own."""
+        given = self._extra_value(role, *DRAIN_FLAGS)
+        try:
+            return float(given) if given else self._config.drain_timeout_s
+        except ValueError:
+            raise ConfigError(f"{role}-args: drain-timeout-s must be a number of seconds, got {given!r}") from None
 
 
 def unheard_settings(environ: Mapping[str, str]) -> list[str]:

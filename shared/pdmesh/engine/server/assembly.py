@@ -160,6 +160,7 @@ def assemble(
         secret=secret,
         peers=peers,
         attempts=Attempts(identity=identity, peers=peers, fetches=fetches),
+        fetches=fetches,
         tier=tier,
         metrics=metrics,
     )

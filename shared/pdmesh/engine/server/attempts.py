@@ -79,7 +79,7 @@ class Attempts:
             if begun.view is None:
                 self._fetches.discard(fetch)
                 return None
-            self._fetches.begun(fetch)
+            self._fetches.begun(fetch, sum(len(group.block_ids) for group in begun.view.groups))
             return fetch, begun.view
         raise AssertionError("the last try returns or raises")
 
@@ -90,6 +90,7 @@ class Attempts:
             connector=peer.connector,
             origin=target.origin,
             running=target.running,
+            block_bytes=peer.block_bytes,
         )
         self._fetches.open(fetch, target.deadline_s)
         return fetch

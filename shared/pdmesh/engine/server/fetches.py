@@ -49,6 +49,10 @@ class Fetch:
     connector: str
     origin: Origin
     running: RunningRequest
+    block_bytes: int
+    """Of the owner's pool."""
+    num_bytes: int = 0
+    """To be copied; known once the owner lets it read."""
     timer: asyncio.TimerHandle | None = None
     state: TransferState = TransferState.OPEN
 
@@ -81,11 +85,16 @@ class Fetches:
         fetch.timer = loop.call_later(deadline_s + REPORT_GRACE_S, self._end, fetch, False, "unreported")
         self._open[fetch.transfer_id] = fetch
 
-    def begun(self, fetch: Fetch) -> None:
-        """The owner lets it read."""
+    def begun(self, fetch: Fetch, num_blocks: int) -> None:
+        """The owner lets it read so many blocks."""
+        fetch.num_bytes = num_blocks * fetch.block_bytes
         # Whoever ended it meanwhile has told the owner.
         if fetch.transfer_id in self._open:
             fetch.on(TransferEvent.BEGIN)
+
+    def num_bytes_under_way(self, connector: str) -> int:
+        """What the pulls over a connector have to copy in all."""
+        return sum(each.num_bytes for each in self._open.values() if each.connector == connector)
 
     def abandon(self, running: RunningRequest) -> None:
         """End the pulls of a request that the core has never seen; the core reports the others itself."""

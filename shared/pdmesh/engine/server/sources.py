@@ -11,10 +11,11 @@ from pdmesh.config import EngineConfig
 from pdmesh.connector.peers import Peer, PeerDirectory
 from pdmesh.engine.messages import CoreReady
 from pdmesh.engine.server.attempts import Attempts, Target, reason_of
-from pdmesh.engine.server.fetches import Fetch, Origin
+from pdmesh.engine.server.fetches import Fetch, Fetches, Origin
 from pdmesh.engine.server.identity import engine_id_of
 from pdmesh.engine.server.kv_peers import KVPeers
 from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.pull_time import MOST_S, PullTimes
 from pdmesh.engine.server.requests import RunningRequest
 from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.engine.server.transfer_params import RemoteKV
@@ -25,8 +26,6 @@ from pdmesh.protocol.ticket import Ticket, unseal
 from pdmesh.protocol.transfers import Begun, OfferView
 from pdmesh.security import MeshSecret
 
-# A pull of a whole context takes seconds at most; a peer that takes longer is better replaced by computing.
-FETCH_TIMEOUT_S = 30.0
 RECOMPUTE = "recompute"
 
 
@@ -41,6 +40,7 @@ class Sources:
         secret: MeshSecret,
         peers: PeerDirectory,
         attempts: Attempts,
+        fetches: Fetches,
         tier: TierClient | None,
         metrics: EngineMetrics,
     ) -> None:
@@ -49,6 +49,8 @@ class Sources:
         self._secret = secret
         self._peers = peers
         self._attempts = attempts
+        self._fetches = fetches
+        self._times = PullTimes(config.connector_options)
         self._allowed = KVPeers(config.kv_peers, on_loopback=config.on_loopback)
         self._tier = tier
         self._metrics = metrics
@@ -122,7 +124,7 @@ class Sources:
         begun = await self._attempts.begin(target, ask)
         if begun is None:
             raise TransferFailed(f"unknown: {target.address} says nothing of offer {offer_id}")
-        return _source(*begun, fail_policy=self._config.kv_load_failure_policy, deadline_s=target.deadline_s)
+        return self._source(*begun, fail_policy=self._config.kv_load_failure_policy)
 
     async def _from_tier(self, running: RunningRequest, keys: list[bytes]) -> KVSource | None:
         if self._tier is None or not keys:
@@ -131,7 +133,19 @@ class Sources:
         target = Target(running=running, origin=Origin.TIER, address=self._tier.address, deadline_s=deadline_s)
         begun = await self._tier.find(partial(self._attempts.begin, target), keys, deadline_s)
         # A lost tier costs time, never the answer.
-        return None if begun is None else _source(*begun, fail_policy=RECOMPUTE, deadline_s=deadline_s)
+        return None if begun is None else self._source(*begun, fail_policy=RECOMPUTE)
+
+    def _source(self, fetch: Fetch, view: OfferView, *, fail_policy: str) -> KVSource:
+        """What the core is to pull, and how long that may take beside the pulls that are under way."""
+        bound_s = self._times.bound_s(fetch.connector, self._fetches.num_bytes_under_way(fetch.connector))
+        return KVSource(
+            transfer_id=fetch.transfer_id,
+            peer_id=fetch.peer_id,
+            groups=view.groups,
+            num_tokens=view.num_tokens,
+            fail_policy=fail_policy,
+            deadline_s=min(bound_s, fetch.running.remaining_s),
+        )
 
 
 def check_ticket(ticket: Ticket, running: RunningRequest, ready: CoreReady) -> None:
@@ -174,16 +188,5 @@ def _as_transfer_failure(error: PeerError) -> PeerError:
     return error
 
 
-def _source(fetch: Fetch, view: OfferView, *, fail_policy: str, deadline_s: float) -> KVSource:
-    return KVSource(
-        transfer_id=fetch.transfer_id,
-        peer_id=fetch.peer_id,
-        groups=view.groups,
-        num_tokens=view.num_tokens,
-        fail_policy=fail_policy,
-        deadline_s=deadline_s,
-    )
-
-
 def _fetch_time_s(running: RunningRequest) -> float:
-    return min(FETCH_TIMEOUT_S, running.remaining_s)
+    return min(MOST_S, running.remaining_s)

@@ -1,0 +1,29 @@
+"""How long a pull may take: by what is to be copied, so that computing starts in time where an owner stands still.
+
+A pull has no other sign of a frozen owner than that nothing comes; a fixed bound would be too long for a short prompt, whose
+computing takes less, and too short for a long one over a slow link.
+"""
+
+from pdmesh.connector.options import connector_options
+
+# 400 Mbit/s: what is slower is better replaced by computing.
+SLOW_LINK_BYTES_S = 50e6
+# A start on a busy machine; an owner that a call reached a moment ago answers in milliseconds.
+START_S = 4.0
+MOST_S = 30.0
+"""A pull of a whole context takes seconds at most; the owner lets it read no longer."""
+
+
+class PullTimes:
+    """The rule of one engine, by its `--connector-options`."""
+
+    def __init__(self, options: str) -> None:
+        self._rates = {
+            name: min(SLOW_LINK_BYTES_S, each.throttle_bytes_s)
+            for name, each in connector_options(options).items()
+            if each.throttle_bytes_s
+        }
+
+    def bound_s(self, connector: str, num_bytes: int) -> float:
+        """Seconds for a pull over `connector`, given all bytes that are under way over it, the pull's own included."""
+        return min(MOST_S, START_S + num_bytes / self._rates.get(connector, SLOW_LINK_BYTES_S))
