@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from prometheus_client import generate_latest
 
+from pdmesh.openai.http.route_header import describe_route
 from pdmesh.protocol import mesh_pb2 as pb
 from support.fake_engine import FakeEngine
 from support.fake_mesh import fake_mesh, token_request, tokens_of, until
@@ -26,6 +28,31 @@ def test_engines_that_cannot_pair_are_named_once_with_what_differs(caplog: pytes
     assert "KV layouts (block size, dtype, backend) differ" in warning
     assert "layout-1" in warning
     assert "layout-2" in warning
+
+
+def test_a_refused_pair_is_told_in_the_debug_header_and_in_the_metrics() -> None:
+    """Both sides' values and the settings stood in one line of the proxy's log only, long before anyone asked."""
+
+    async def body() -> None:
+        prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+        decode.info.layout_fingerprints[:] = ["layout-2"]
+        async with fake_mesh(prefill, decode) as mesh:
+            request = token_request()
+            assert tokens_of(await mesh.collect(request))
+            header = describe_route([request.trace])
+            assert "reason=no_compatible_pair" in header
+            why = header.partition("why=")[2]
+            for words in (prefill.engine_id, decode.engine_id, "layout-1", "layout-2", "block size"):
+                assert words in why
+            shown = generate_latest(mesh.registry).decode()
+            (sample,) = [line for line in shown.splitlines() if line.startswith("pdmesh_proxy_unpaired_engines{")]
+            assert all(words in sample for words in (prefill.engine_id, decode.engine_id, "layout-1", "layout-2"))
+            # It goes with its cause.
+            await prefill.kill()
+            await until(lambda: len(mesh.cluster.view().engines) == 1)
+            assert "pdmesh_proxy_unpaired_engines{" not in generate_latest(mesh.registry).decode()
+
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize(("old_prefill", "old_decode"), [(True, False), (False, True), (True, True)])

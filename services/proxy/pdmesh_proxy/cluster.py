@@ -21,7 +21,7 @@ from pdmesh_proxy.endpoint import Endpoint
 from pdmesh_proxy.engine_session import EngineSession, SessionSettings
 from pdmesh_proxy.metrics import ProxyMetrics
 from pdmesh_proxy.model_choice import Candidate, choose_model, serves
-from pdmesh_proxy.pairs import conversion, exchange_of, incompatibility
+from pdmesh_proxy.pairs import conversion, exchange_of, refusal
 from pdmesh_proxy.view import ClusterView, EngineView
 
 log = logging.getLogger(__name__)
@@ -241,12 +241,7 @@ class Cluster:
         for pair in unlike.keys() - self._unlike:
             prefill, decode = pairs[pair]
             if unlike[pair] is None:
-                log.warning(
-                    "%s cannot hand over to %s: %s",
-                    prefill.engine_id,
-                    decode.engine_id,
-                    incompatibility(prefill, decode),
-                )
+                log.warning("%s", refusal(prefill, decode))
             else:
                 log.warning(
                     "%s hands over to %s by conversion: %s",
@@ -254,6 +249,9 @@ class Cluster:
                     decode.engine_id,
                     conversion(prefill, decode),
                 )
+        if unlike.keys() != self._unlike:
+            refused = [pairs[pair] for pair, kind in unlike.items() if kind is None]
+            self._metrics.unpaired({(one.engine_id, other.engine_id): refusal(one, other) for one, other in refused})
         self._unlike = set(unlike)
 
     def _serves(self, endpoint: Endpoint, session: EngineSession) -> bool:

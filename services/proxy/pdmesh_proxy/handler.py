@@ -154,7 +154,7 @@ class MeshGenerator(Generator):
     def _plan(self, run: RunningRequest, decision: Decision) -> tuple[LegKind, EngineView]:
         """Turn a decision into a leg, and count what was meant to be otherwise."""
         if not run.started:
-            run.trace.reason = decision.reason
+            run.trace.reason, run.trace.why = decision.reason, decision.why
             run.trace.prefill = run.trace.decode = ""
         if decision.prefill is not None:
             run.disaggregating = decision.reason is Reason.DISAGGREGATED

@@ -1,5 +1,6 @@
 """The proxy's metrics, all named `pdmesh_proxy_*`."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -89,3 +90,15 @@ class ProxyMetrics:
             "Engines that answer but serve another model than the rest, so are not used.",
             registry=registry,
         )
+        self._unpaired = Gauge(
+            "pdmesh_proxy_unpaired_engines",
+            "Pairs of engines that cannot exchange KV, so do not disaggregate: what differs, and the settings to look at.",
+            ["prefill", "decode", "why"],
+            registry=registry,
+        )
+
+    def unpaired(self, refusals: Mapping[tuple[str, str], str]) -> None:
+        """Show these (prefill, decode) and why, and no others."""
+        self._unpaired.clear()
+        for (prefill, decode), why in refusals.items():
+            self._unpaired.labels(prefill, decode, why).set(1)

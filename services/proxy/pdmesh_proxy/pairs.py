@@ -42,6 +42,11 @@ def incompatibility(prefill: EngineView, decode: EngineView) -> str:
     return "; ".join(found) or "their protocol versions differ"
 
 
+def refusal(prefill: EngineView, decode: EngineView) -> str:
+    """One sentence of two that are not `compatible`: their names, both sides' values and the settings to look at."""
+    return f"{prefill.engine_id} cannot hand over to {decode.engine_id}: {incompatibility(prefill, decode)}"
+
+
 def conversion(prefill: EngineView, decode: EngineView) -> str:
     """What of the KV of these two, who exchange it by conversion, differs, and what that does to tokens."""
     layouts = [[] if end.description is None else end.description.layouts for end in (prefill, decode)]

@@ -13,12 +13,12 @@ full come last, ties go to the one used longest ago.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pdmesh.openai.generator import BEAM_SEARCH
 from pdmesh.protocol.exchange import Exchange
-from pdmesh_proxy.pairs import compatible, exchange_of
+from pdmesh_proxy.pairs import compatible, exchange_of, refusal
 from pdmesh_proxy.view import ClusterView, EngineView
 
 # An assumption, not a measurement: only the order of engines depends on it. One more sequence in every step is taken to
@@ -102,6 +102,8 @@ class Decision:
     prefill: EngineView | None
     decode: EngineView | None
     reason: Reason
+    why: str = ""
+    """What more there is to say of a reason that asks somebody to change a setting."""
 
 
 def route(facts: RequestFacts, view: ClusterView, *, pd_min_prompt_tokens: int) -> Decision | None:
@@ -131,7 +133,7 @@ def route(facts: RequestFacts, view: ClusterView, *, pd_min_prompt_tokens: int) 
     if facts.uncached(alone) < pd_min_prompt_tokens:
         return Decision(prefill=None, decode=alone, reason=Reason.CACHED)
     if not _any_pair(prefills, decodes):
-        return _whole(facts, decodes, _why_no_pair(facts, view, prefills, decodes))
+        return _unpaired(facts, view, prefills, decodes)
     return _pair(facts, prefills, decodes)
 
 
@@ -191,6 +193,19 @@ def _why_no_pair(
     # One engine in both roles has nobody to hand over to, and was not meant to have.
     alone = len({engine.peer_id for engine in (*prefills, *decodes)}) == 1
     return Reason.AGGREGATED if alone else Reason.NO_PAIR
+
+
+def _unpaired(
+    facts: RequestFacts, view: ClusterView, prefills: list[EngineView], decodes: list[EngineView]
+) -> Decision | None:
+    """Served whole, and why, as of one pair: of others the metrics tell."""
+    reason = _why_no_pair(facts, view, prefills, decodes)
+    decision = _whole(facts, decodes, reason)
+    if decision is None or decision.decode is None or reason is not Reason.NO_PAIR:
+        return decision
+    decode = decision.decode
+    prefill = next(engine for engine in (*prefills, *view.engines) if engine.peer_id != decode.peer_id)
+    return replace(decision, why=refusal(prefill, decode))
 
 
 def _pair(facts: RequestFacts, prefills: list[EngineView], decodes: list[EngineView]) -> Decision:

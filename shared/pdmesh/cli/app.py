@@ -132,6 +132,15 @@ def complete(
 
 
 @app.command()
+def status(url: Url = CHAT_URL, api_key: ApiKey = "") -> None:
+    """Say which engines a proxy has, and which of them cannot hand over to each other and why."""
+    from pdmesh.cli.status import status_lines
+
+    for line in status_lines(url, api_key):
+        typer.echo(line)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)

@@ -33,6 +33,8 @@ class Trace:
     decode: str = ""
     reason: str = ""
     """Why it was routed so."""
+    why: str = ""
+    """What more there is to say of the reason: which engines cannot exchange KV, what differs, and the settings to look at."""
     kv_source: str = ""
     kv_bytes: int = 0
     cached_tokens: int = 0

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pdmesh.openai.generator import Trace
 
 ROUTE_HEADER = "x-pdmesh-route"
+# Proxies in between take heads of 4 KiB and more; the metrics have all of it.
+MAX_WHY_CHARS = 1024
 
 
 def describe_route(traces: Iterable[Trace]) -> str:
@@ -21,6 +23,8 @@ def describe_route(traces: Iterable[Trace]) -> str:
     fallbacks = _joined(fallback for trace in known for fallback in trace.fallbacks)
     if fallbacks:
         fields["fallbacks"] = fallbacks
+    if why := _joined(trace.why for trace in known):
+        fields["why"] = why[:MAX_WHY_CHARS]
     return "; ".join(f"{name}={value}" for name, value in fields.items())
 
 

@@ -1,0 +1,50 @@
+"""What a mesh is made of and what keeps it from disaggregating, as its proxy's metrics say, for people at a terminal."""
+
+from collections.abc import Iterator
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from pdmesh.errors import ConfigError, InternalError, PeerUnavailable
+
+TIMEOUT_S = 5.0
+PREFIX = "pdmesh_proxy_"
+COUNTED = {"engines_resting": "resting after failures", "engines_refused": "not used, they serve another model"}
+
+
+def status_lines(url: str, api_key: str) -> list[str]:
+    """Ask the proxy behind an API's base URL. Raises PeerUnavailable when nobody answers, InternalError for what it answers."""
+    samples = [sample for family in text_string_to_metric_families(_metrics(url, api_key)) for sample in family.samples]
+    told = {sample.name.removeprefix(PREFIX): sample for sample in samples if sample.name.startswith(PREFIX)}
+    if "engines" not in told:
+        raise InternalError(f"{url} is no proxy of pdmesh: it has no metric {PREFIX}engines")
+    return list(_lines(samples, told))
+
+
+def _lines(samples: list[Sample], told: dict[str, Sample]) -> Iterator[str]:
+    roles = [sample for sample in samples if sample.name == f"{PREFIX}engines" and sample.value]
+    yield "engines: " + (", ".join(f"{sample.value:.0f} {sample.labels['role']}" for sample in roles) or "none")
+    for name, words in COUNTED.items():
+        if name in told and (count := told[name].value):
+            yield f"  {count:.0f} {words}"
+    yield f"requests in flight: {told['requests_in_flight'].value:.0f}"
+    for sample in samples:
+        if sample.name == f"{PREFIX}unpaired_engines":
+            yield f"not disaggregated: {sample.labels['why']}"
+
+
+def _metrics(url: str, api_key: str) -> str:
+    root = url.rstrip("/").removesuffix("/v1")
+    # PDMESH_API_KEY may hold several.
+    key = api_key.partition(",")[0].strip()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.get(f"{root}/metrics", headers=headers, timeout=TIMEOUT_S)
+    except httpx.InvalidURL as exc:
+        raise ConfigError(f"url: {url!r} is no URL: {exc}") from None
+    except httpx.HTTPError as exc:
+        raise PeerUnavailable(f"{url} cannot be reached: {str(exc) or type(exc).__name__}") from None
+    if answer.status_code != 200:
+        raise InternalError(f"{root}/metrics: {answer.status_code}: {answer.text[:200]}")
+    return answer.text
