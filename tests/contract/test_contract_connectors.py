@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import pytest
 from pdmesh.connector.base import Pull, PullResult, WorkerConnector
 from pdmesh.connector.options import connector_options
 from pdmesh.connector.pool import KVPool, PoolShape
+from pdmesh.connector.publications import PUBLISHING
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.connector.shm import ShmMetadata
 from pdmesh.connector.shm_socket import fetch_pool
@@ -31,8 +33,10 @@ from support.shm_files import files_of_nobody_else
 
 NATIVE = ["nixl", "mooncake"]
 """With a helper process."""
-CONNECTORS = ["shm", "grpc", *NATIVE]
+CONNECTORS = ["shm", "grpc", "file", *NATIVE]
 AVAILABLE = [name for name in CONNECTORS if not missing(name)]
+DIRECTORY = tempfile.TemporaryDirectory(prefix="pdmesh-contract-")
+OPTIONS: dict[str, dict[str, object]] = {"file": {"path": DIRECTORY.name}}
 SHAPE = PoolShape(num_blocks=96, block_bytes=64 << 10)
 DEADLINE_S = 10.0
 _ids = itertools.count()
@@ -53,14 +57,23 @@ class Consumer:
             [name],
             peer_id=peer_id,
             secret=MeshSecret(secret),
-            options=connector_options(json.dumps({name: options or {}})),
+            options=connector_options(json.dumps({name: OPTIONS.get(name, {}) | (options or {})})),
         )
         self.name = name
         self.connector: WorkerConnector = made[name]
         self.pool: KVPool = make_pool(shape, filled=False)
         self.connector.register(self.pool)
 
+    def publish(self, node: Node, blocks: list[int]) -> str:
+        """Have the owner make blocks available for an offer; returns its id."""
+        offer_id = f"o{next(_ids)}"
+        assert node.publish(self.name, offer_id, blocks, firsts(node, blocks)) == ""
+        return offer_id
+
     def pull(self, node: Node, source: list[int], target: list[int], **changes: object) -> Pull:
+        """Pull blocks that the owner has made available, unless `offer_id` says that something else is to be asked for."""
+        if "offer_id" not in changes and self.name in PUBLISHING and all(each < SHAPE.num_blocks for each in source):
+            changes["offer_id"] = self.publish(node, source)
         pull = Pull(
             transfer_id=f"t{next(_ids)}",
             peer_id=node.peer_id,
@@ -121,7 +134,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def shared_node() -> Iterator[Node]:
     """An owner whose blocks stay at generation 1."""
-    with pool_node(AVAILABLE, SHAPE) as node:
+    with pool_node(AVAILABLE, SHAPE, options=OPTIONS) as node:
         yield node
 
 
@@ -136,7 +149,7 @@ def attached(name: str, shared_node: Node) -> Iterator[Consumer]:
 @pytest.fixture
 def own_node(name: str) -> Iterator[Node]:
     """An owner that the test may do anything to."""
-    with pool_node([name], SHAPE, "mortal@1") as node:
+    with pool_node([name], SHAPE, f"mortal@{next(_ids)}", options=OPTIONS) as node:
         yield node
 
 
@@ -280,26 +293,30 @@ def test_blocks_rewritten_during_a_pull_are_never_taken_for_the_old(name: str) -
     """The seqlock: whatever the owner does meanwhile, success means the bytes of the generation that was asked for."""
     chance = random.Random(11)
     reasons: list[str] = []
-    with pool_node(sorted({name, "shm"}), SHAPE, "mortal@1") as node, consumer(name) as made:
+    with (
+        pool_node(sorted({name, "shm"}), SHAPE, f"mortal@{next(_ids)}", options=OPTIONS) as node,
+        consumer(name) as made,
+    ):
         made.connector.connect(node.pool_for(name))
         with watching(node) as owners_pool:
-            churn = threading.Thread(target=node.ask, args=("churn",), kwargs={"seconds": 1.5})
-            churn.start()
-            try:
-                while churn.is_alive():
-                    first, num = chance.randrange(48), chance.choice([1, 8, 48])
-                    source = list(range(first, first + num))
-                    generations = owners_pool.generations_of(source)
-                    if not content_is(owners_pool, source, source, generations):
-                        # Read between a block's bump and its bytes: nothing has been promised of it yet.
-                        continue
-                    made.pull(node, source, source, generations=generations)
-                    reason = made.result().reason
-                    assert reason in ("", "stale")
-                    assert reason == "stale" or made.holds(source, source, generations)
-                    reasons.append(reason)
-            finally:
-                churn.join()
+            node.ask("churn", seconds=1.5)
+            while node.ask("churning"):
+                first, num = chance.randrange(48), chance.choice([1, 8, 48])
+                source = list(range(first, first + num))
+                generations = owners_pool.generations_of(source)
+                if not content_is(owners_pool, source, source, generations):
+                    # Read between a block's bump and its bytes: nothing has been promised of it yet.
+                    continue
+                offer_id = f"o{next(_ids)}"
+                if node.publish(name, offer_id, source, generations):
+                    # The owner itself found them changed.
+                    reasons.append("stale")
+                    continue
+                made.pull(node, source, source, generations=generations, offer_id=offer_id)
+                reason = made.result().reason
+                assert reason in ("", "stale")
+                assert reason == "stale" or made.holds(source, source, generations)
+                reasons.append(reason)
         assert {"", "stale"} == set(reasons)
 
 
@@ -321,7 +338,7 @@ def test_a_killed_owner_costs_its_pulls_and_no_more(name: str, own_node: Node, s
         made.connector.connect(shared_node.pool_for(name))
         pulls = [made.pull(own_node, blocks, blocks, deadline_s=3.0) for _ in range(3)]
         own_node.kill()
-        pulls.append(made.pull(own_node, blocks, blocks, deadline_s=3.0))
+        pulls.append(made.pull(own_node, blocks, blocks, deadline_s=3.0, offer_id="of nobody"))
         started_s = time.monotonic()
         results = {each.transfer_id: each.reason for each in wait_for(made.connector, 4, 6.0)}
         assert time.monotonic() - started_s < 5.0
@@ -341,12 +358,13 @@ def test_a_stopped_owner_cannot_hold_a_pull_beyond_its_deadline(name: str, own_n
     blocks = list(range(96))
     with consumer(name) as made:
         made.connector.connect(own_node.pool_for(name))
+        offer_id = made.publish(own_node, blocks)
         family = [psutil.Process(own_node.process.pid), *psutil.Process(own_node.process.pid).children(recursive=True)]
         for process in family:
             process.send_signal(signal.SIGSTOP)
         try:
             started_s = time.monotonic()
-            made.pull(own_node, blocks, blocks, deadline_s=0.5)
+            made.pull(own_node, blocks, blocks, deadline_s=0.5, offer_id=offer_id)
             reason = made.result().reason
             assert time.monotonic() - started_s < 3.0
             assert reason == "timeout" or (reason == "" and made.holds(blocks, blocks, own_node.first_generations))
@@ -394,7 +412,7 @@ def test_a_killed_consumer_leaves_nothing_and_the_owner_serves_on(
     pool = shared_node.pool_for(name)
     peer = {each: getattr(pool, each) for each in ("peer_id", "num_blocks", "block_bytes")}
     with ExitStack() as stack:
-        node = stack.enter_context(pool_node([name], SHAPE, "victim@1"))
+        node = stack.enter_context(pool_node([name], SHAPE, "victim@1", options=OPTIONS))
         family = psutil.Process(node.process.pid).children(recursive=True)
         node.ask("connect", connector=name, peer=peer | {"metadata": pool.metadata.hex()})
         pull = {
@@ -404,6 +422,7 @@ def test_a_killed_consumer_leaves_nothing_and_the_owner_serves_on(
             "generations": shared_node.first_generations,
             "target_block_ids": list(range(96)),
             "deadline_s": 5.0,
+            "offer_id": attached.publish(shared_node, list(range(96))),
         }
         node.ask("start", connector=name, pull=pull)
         node.kill()

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.links import Links
 from pdmesh.engine.messages import ConnectPeer, PeerConnected
 from pdmesh.errors import HandshakeRefused
 
 
-class Connector(WorkerConnector):
+class Connector(FixedMetadata, ReadInPlace):
     """Connects to peers with even numbers."""
 
     name = "shm"
@@ -81,6 +81,6 @@ def test_peers_that_went_leave_nothing(when: str) -> None:
         assert connector.connected == set()
         assert not links._unwanted
         assert not links._connecting
-        assert not links._connector_of
+        assert not links._connectors_of
     finally:
         links.close()

@@ -7,6 +7,7 @@ bytes alone which block, at which generation, it has got.
 import asyncio
 import json
 import os
+import queue
 import random
 import select
 import signal
@@ -21,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.connector.base import PeerPool, Publication, Published, Pull, PullResult, ReadInPlace, WorkerConnector
+from pdmesh.connector.options import connector_options
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
 from pdmesh.connector.registry import make_worker_connectors
@@ -98,6 +100,12 @@ class Node:
         assert line, f"the node died at {command}"
         return json.loads(line)
 
+    def publish(self, connector: str, offer_id: str, block_ids: list[int], generations: list[int]) -> str:
+        """Have blocks made available over a connector; what went wrong, or nothing."""
+        return str(
+            self.ask("publish", connector=connector, offer_id=offer_id, block_ids=block_ids, generations=generations)
+        )
+
     def generations(self, block_ids: list[int]) -> list[int]:
         return [int(word) for word in self.ask("generations", block_ids=block_ids)]
 
@@ -114,10 +122,15 @@ class Node:
 
 @contextmanager
 def pool_node(
-    connectors: list[str], shape: PoolShape, peer_id: str = "owner@1", secret: str = SECRET
+    connectors: list[str],
+    shape: PoolShape,
+    peer_id: str = "owner@1",
+    secret: str = SECRET,
+    options: dict[str, dict[str, object]] | None = None,
 ) -> Iterator[Node]:
     """Start a node and end it with the block."""
     arguments = [json.dumps(connectors), str(shape.num_blocks), str(shape.block_bytes), peer_id, secret]
+    arguments.append(json.dumps(options or {}))
     process = subprocess.Popen(
         [sys.executable, "-m", "support.pool_node", *arguments, str(os.getpid())],
         stdin=subprocess.PIPE,
@@ -142,13 +155,18 @@ def pool_node(
 class _Server:
     """The node's own side."""
 
-    def __init__(self, names: list[str], shape: PoolShape, peer_id: str, secret: MeshSecret) -> None:
+    def __init__(self, names: list[str], shape: PoolShape, peer_id: str, secret: MeshSecret, options: str) -> None:
         self.pool = make_pool(shape, filled=True)
-        self.connectors = make_worker_connectors(names, peer_id=peer_id, secret=secret)
+        self.connectors = make_worker_connectors(
+            names, peer_id=peer_id, secret=secret, options=connector_options(options)
+        )
         self.metadata = {name: connector.register(self.pool) for name, connector in self.connectors.items()}
         self._changed: dict[str, bytes] = {}
+        self._published: queue.SimpleQueue[Published] = queue.SimpleQueue()
+        self._churn: subprocess.Popen[bytes] | None = None
         for name, connector in self.connectors.items():
             connector.watch_metadata(partial(self._changed.__setitem__, name))
+            connector.watch_published(self._published.put)
 
     def do(self, command: str, message: dict[str, Any]) -> Any:
         match command:
@@ -158,7 +176,15 @@ class _Server:
                 for block_id in message["block_ids"]:
                     write_block(self.pool, block_id)
             case "churn":
-                _churn_beside(self.pool, message["seconds"])
+                self._churn = _churn_beside(self.pool, message["seconds"])
+            case "churning":
+                return self._churn is not None and self._churn.poll() is None
+            case "publish":
+                connector = self.connectors[message.pop("connector")]
+                connector.publish(Publication(**message))
+                return "" if isinstance(connector, ReadInPlace) else self._published.get(timeout=10).error
+            case "retract":
+                self.connectors[message["connector"]].retract(message["offer_id"])
             case "metadata":
                 changed = dict(self._changed)
                 return {name: value.hex() for name, value in changed.items()}
@@ -175,10 +201,10 @@ class _Server:
         return True
 
 
-def _churn_beside(pool: KVPool, seconds: float) -> None:
-    """Rewrite blocks from another process, as an engine's core does beside its server process."""
+def _churn_beside(pool: KVPool, seconds: float) -> "subprocess.Popen[bytes]":
+    """Begin to rewrite blocks from another process, as an engine's core does beside its server process."""
     arguments = ["churn", str(pool.fd), str(pool.shape.num_blocks), str(pool.shape.block_bytes), str(seconds)]
-    subprocess.run([sys.executable, "-m", "support.pool_node", *arguments], pass_fds=[pool.fd], check=True)
+    return subprocess.Popen([sys.executable, "-m", "support.pool_node", *arguments], pass_fds=[pool.fd])
 
 
 def _churn(pool: KVPool, seconds: float) -> None:
@@ -189,8 +215,8 @@ def _churn(pool: KVPool, seconds: float) -> None:
         time.sleep(0.001)
 
 
-async def _serve(names: list[str], shape: PoolShape, peer_id: str, secret: MeshSecret) -> None:
-    server = _Server(names, shape, peer_id, secret)
+async def _serve(names: list[str], shape: PoolShape, peer_id: str, secret: MeshSecret, options: str) -> None:
+    server = _Server(names, shape, peer_id, secret, options)
     owner = PoolOwner(
         peer_id=peer_id,
         pool=server.pool,
@@ -224,6 +250,6 @@ if __name__ == "__main__":
         shape = PoolShape(int(sys.argv[3]), int(sys.argv[4]))
         _churn(KVPool(int(sys.argv[2]), shape, writable=True), float(sys.argv[5]))
     else:
-        die_with_parent(int(sys.argv[6]))
+        die_with_parent(int(sys.argv[7]))
         shape = PoolShape(int(sys.argv[2]), int(sys.argv[3]))
-        asyncio.run(_serve(json.loads(sys.argv[1]), shape, sys.argv[4], MeshSecret(sys.argv[5])))
+        asyncio.run(_serve(json.loads(sys.argv[1]), shape, sys.argv[4], MeshSecret(sys.argv[5]), sys.argv[6]))

@@ -70,6 +70,11 @@ def _check_scheduling(config: "EngineConfig") -> None:
 
 
 def _check_kv(config: "EngineConfig") -> None:
+    if "file" in config.connector and not config.engine_id:
+        raise ValueError(
+            "connector file needs an engine-id that stays the same: what a start of this engine leaves behind when it is killed "
+            "is removed by its next start"
+        )
     if config.enable_prefix_caching:
         return
     if config.prefix_caching_hash_algo != DEFAULT_HASH_ALGO:

@@ -42,6 +42,29 @@ class Pull:
     target_block_ids: list[int]
     deadline_s: float
     """Seconds from `start` after which the pull is given up."""
+    offer_id: str = ""
+    """The offer that the blocks were promised with; empty: none."""
+    connector: str = ""
+    """Over which, for who has several; empty: the one that the peer was connected over last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """Blocks of the own pool that consumers were promised."""
+
+    offer_id: str
+    block_ids: list[int]
+    generations: list[int]
+    """Generation word of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """How a publication went."""
+
+    offer_id: str
+    error: str
+    """Empty: consumers can pull it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +87,23 @@ class WorkerConnector(ABC):
     def register(self, pool: KVPool) -> bytes:
         """Make `pool` the target of pulls and readable by peers; return the metadata that consumers of it need."""
 
+    @abstractmethod
     def watch_metadata(self, on_changed: Callable[[bytes], None]) -> None:
         """Call `on_changed`, from some thread, with metadata that replaces what `register` returned, each time it changes.
-        Peers that connect later need the new one. Most connectors' never changes: then this does nothing."""
-        return
+        Peers that connect later need the new one."""
+
+    @abstractmethod
+    def watch_published(self, on_published: Callable[[Published], None]) -> None:
+        """Call `on_published`, from some thread, once for each publication, whatever becomes of it."""
+
+    @abstractmethod
+    def publish(self, publication: Publication) -> None:
+        """Make blocks that are held for an offer available to consumers; never blocks. They may be let go after `retract`, and
+        then whatever was not made available by then is not any more."""
+
+    @abstractmethod
+    def retract(self, offer_id: str) -> None:
+        """Take a publication back, whether it is complete or not; never blocks. Unknown ones are ignored."""
 
     @abstractmethod
     def connect(self, peer: PeerPool) -> None:
@@ -96,3 +132,23 @@ class WorkerConnector(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all pulls, release memory, end helper processes."""
+
+
+class FixedMetadata(WorkerConnector):
+    """Of connectors whose metadata is what `register` returned until they are closed."""
+
+    def watch_metadata(self, on_changed: Callable[[bytes], None]) -> None:
+        """It never changes."""
+
+
+class ReadInPlace(WorkerConnector):
+    """Of connectors whose consumers read the pool itself: an offer's blocks are available from the moment they are held."""
+
+    def watch_published(self, on_published: Callable[[Published], None]) -> None:
+        """Nothing is published."""
+
+    def publish(self, publication: Publication) -> None:
+        """Nothing is to be done."""
+
+    def retract(self, offer_id: str) -> None:
+        """Nothing was done."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdmesh.connector.active import ActivePull, ActivePulls, PullEnd, error_reason, fault_of
-from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.options import GrpcOptions
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.shm import check_block_bytes
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 4.0
 
 
-class GrpcConnector(WorkerConnector):
+class GrpcConnector(FixedMetadata, ReadInPlace):
     """The consumer's half. `PeerPool.metadata` is the `host:port` under which the owner's server process was reached."""
 
     name = "grpc"

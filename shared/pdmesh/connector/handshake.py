@@ -3,6 +3,7 @@
 It says who the owner is *now*: a process that came back at the same address has another epoch, and none of the memory.
 """
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -42,7 +43,7 @@ class Peer:
     peer_id: str
     address: str
     connector: str
-    """The one in use."""
+    """The one in use, unless it fails."""
     protocol: int
     capabilities: Capabilities
     num_blocks: int
@@ -54,6 +55,9 @@ class Peer:
     """Of its blocks, where they are not those of the pool here."""
     channel: grpc.aio.Channel
     stub: "mesh_pb2_grpc.KVPeerAsyncStub"
+    attached: set[str] = field(default_factory=set)
+    """Connectors: the one in use, and those that were used when it had failed."""
+    attaching: asyncio.Lock = field(default_factory=asyncio.Lock)
     transfers: set[str] = field(default_factory=set)
     """Running ones, renewed until they end."""
     num_timeouts: int = 0
@@ -130,15 +134,19 @@ class Greeter:
         layouts = () if told is None or are_same else told.layouts
         return Greeting(reply=reply, names=names, exchange=exchange, layouts=layouts)
 
-    async def attach_first(self, address: str, greeting: "Greeting") -> str:
-        """Attach by the first connector that both sides have and that works; returns its name.
+    def after(self, connector: str) -> list[str]:
+        """Return this side's connectors that come after one, in order of preference; all of them after an empty name."""
+        return self._connectors[self._connectors.index(connector) + 1 :] if connector else self._connectors
+
+    async def attach_first(self, address: str, greeting: "Greeting", after: str = "") -> str:
+        """Attach by the first connector that both sides have and that works, of those after `after`; returns its name.
 
         Raises HandshakeRefused, naming what is wrong with each, when none does.
         """
         reply = greeting.reply
         offered = {each.connector: each.metadata for each in reply.connectors}
         failures = []
-        for name in self._connectors:
+        for name in self.after(after):
             try:
                 if name not in offered:
                     raise HandshakeRefused("the peer does not offer it")
@@ -154,12 +162,14 @@ class Greeter:
                 await self._attach(pool, name)
             except (HandshakeRefused, PeerUnavailable) as exc:
                 failures.append(f"{name}: {exc.message}")
-                self._count_fallback(name, address, exc)
+                self.count_fallback(name, address, exc)
             else:
                 return name
-        raise HandshakeRefused(f"no connector reaches {reply.peer_id} at {address} ({'; '.join(failures)})")
+        why = "; ".join(failures) or f"there is none after {after}"
+        raise HandshakeRefused(f"no connector reaches {reply.peer_id} at {address} ({why})")
 
-    def _count_fallback(self, name: str, address: str, error: MeshError) -> None:
+    def count_fallback(self, name: str, address: str, error: MeshError) -> None:
+        """Note that the next connector is used instead of one."""
         self.fallbacks[name] += 1
         if (name, address) not in self._logged:
             self._logged[name, address] = None

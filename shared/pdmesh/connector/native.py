@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from pdmesh.connector.active import ActivePulls, PullEnd, fault_of
-from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.connector.base import PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.native_agent import Transport
 from pdmesh.connector.native_helper import NativeHelper
 from pdmesh.connector.native_messages import CancelPull, ConnectAgent, HelperReady, StartPull
@@ -35,7 +35,7 @@ class NativeMetadata(msgspec.Struct, frozen=True, kw_only=True):
     helper: HelperReady
 
 
-class NativeConnector(WorkerConnector):
+class NativeConnector(ReadInPlace):
     """Both ends of a transport: its helper process serves reads of the registered pool and carries out pulls into it."""
 
     transport: ClassVar[Transport]

@@ -97,11 +97,21 @@ class MooncakeOptions(NativeOptions):
         return self.host
 
 
+class FileOptions(ConnectorOptions):
+    """Options of `file`."""
+
+    path: str = Field(default="", max_length=4096)
+    """Directory on a file system that owners and consumers share; each has its own mount of it. Has to be given."""
+    num_threads: int = Field(default=2, ge=1, le=64)
+    """Pulls carried out at the same time; others wait for one of them to end."""
+
+
 OPTIONS: dict[str, type[ConnectorOptions]] = {
     "shm": ShmOptions,
     "nixl": NixlOptions,
     "grpc": GrpcOptions,
     "mooncake": MooncakeOptions,
+    "file": FileOptions,
 }
 """By connector."""
 

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from pdmesh.connector.pool import KVPool
+from pdmesh.connector.publications import Publications
 from pdmesh.errors import HandshakeRefused, InvalidRequest, MeshError, Overloaded, TransferFailed
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
@@ -36,6 +37,9 @@ MAX_CHUNK_BYTES = 32 << 20
 """Most it may ask for."""
 MAX_READ_BLOCKS = 1 << 16
 """Most blocks one ReadBlocks call may ask for."""
+
+UNAVAILABLE = "unavailable"
+"""First word of the refusal of an offer that can only be read over another connector."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -60,6 +64,7 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         on_ended: Callable[[EndedOffer], None],
         description: KVDescription | None = None,
     ) -> None:
+        self.publications = Publications(connectors)
         self.offers = offers
         self._peer_id = peer_id
         self._pool = pool
@@ -132,7 +137,10 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         """Let a consumer read an offer's blocks; a refusal is an ErrorInfo in the reply."""
         check_begin(request, self._pool.shape.num_blocks)
         begin = begin_from_pb(request)
+        why_not = await self.publications.wait(begin.offer_id, begin.connector, begin.remaining_s)
         try:
+            if why_not:
+                raise TransferFailed(f"{UNAVAILABLE}: {begin.connector}: {why_not}")
             is_new = self.offers.outcome_of(begin.transfer_id) is None
             if is_new and self.offers.num_transfers >= MAX_TRANSFERS:
                 raise Overloaded(f"{self._peer_id} has {MAX_TRANSFERS} transfers under way, its limit")

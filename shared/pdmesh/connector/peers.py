@@ -24,6 +24,7 @@ import grpc.aio
 from pdmesh.channels import disconnected
 from pdmesh.connector.active import ERROR_PREFIX, PullEnd
 from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, open_stub, translated
+from pdmesh.connector.publications import PUBLISH_TIMEOUT_S, PUBLISHING
 from pdmesh.connector.silences import Silences
 from pdmesh.errors import MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2 as pb
@@ -50,8 +51,8 @@ Detach = Callable[[str], None]
 """Disconnects the worker half from a peer id; never blocks."""
 
 
-Ask = Callable[[Peer, str], Awaitable[Begun]]
-"""Asks a peer to begin the transfer of a given id."""
+Ask = Callable[[Peer, str, str], Awaitable[Begun]]
+"""Asks a peer to begin the transfer of a given id, over the named connector."""
 
 
 class PeerDirectory:
@@ -152,6 +153,22 @@ class PeerDirectory:
         self._lose(peer)
         return await self.reach(peer.address, deadline_s)
 
+    async def attach_after(self, peer: Peer, connector: str, why: MeshError) -> str:
+        """Attach a peer over the next connector after one that has failed it, beside it; returns its name.
+
+        Raises HandshakeRefused when no other one works, or PeerUnavailable.
+        """
+        async with peer.attaching:
+            name = next((each for each in self._greeter.after(connector) if each in peer.attached), None)
+            if name is None:
+                greeting = await self._greeter.ask(peer.stub, peer.address)
+                if greeting.reply.peer_id != peer.peer_id or not self.knows(peer):
+                    raise PeerUnavailable(f"{peer.address} is not {peer.peer_id} any more")
+                name = await self._greeter.attach_first(peer.address, greeting, after=connector)
+                peer.attached.add(name)
+        self._greeter.count_fallback(connector, peer.address, why)
+        return name
+
     def knows(self, peer: Peer) -> bool:
         """Whether a peer is still attached."""
         return peer in self._known.values()
@@ -165,6 +182,7 @@ class PeerDirectory:
         digest: bytes,
         groups: list[GroupBlocks] | None = None,
         remaining_s: float,
+        connector: str = "",
     ) -> Begun:
         """Announce a transfer to the owner; it is renewed from now on until `end`.
 
@@ -178,10 +196,12 @@ class PeerDirectory:
             digest=digest,
             groups=groups or [],
             remaining_s=remaining_s,
+            connector=connector or peer.connector,
         )
+        timeout_s = CALL_TIMEOUT_S + (PUBLISH_TIMEOUT_S if begin.connector in PUBLISHING else 0.0)
         async with self._calling(peer):
             reply: pb.BeginTransferReply = await peer.stub.BeginTransfer(
-                begin_to_pb(begin), timeout=min(CALL_TIMEOUT_S, remaining_s), metadata=self._secret.call_metadata()
+                begin_to_pb(begin), timeout=min(timeout_s, remaining_s), metadata=self._secret.call_metadata()
             )
         begun = begun_from_pb(reply)
         if begun.error is None:
@@ -262,6 +282,7 @@ class PeerDirectory:
             peer_id=reply.peer_id,
             address=address,
             connector=connector,
+            attached={connector},
             protocol=reply.protocol,
             capabilities=capabilities_from_pb(reply.capabilities),
             num_blocks=reply.num_blocks,

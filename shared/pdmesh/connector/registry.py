@@ -3,7 +3,15 @@
 from collections.abc import Callable, Mapping
 
 from pdmesh.connector.base import WorkerConnector
-from pdmesh.connector.options import OPTIONS, ConnectorOptions, GrpcOptions, MooncakeOptions, NixlOptions, ShmOptions
+from pdmesh.connector.options import (
+    OPTIONS,
+    ConnectorOptions,
+    FileOptions,
+    GrpcOptions,
+    MooncakeOptions,
+    NixlOptions,
+    ShmOptions,
+)
 from pdmesh.connector.shm import ShmConnector
 from pdmesh.errors import ConfigError
 from pdmesh.security import MeshSecret
@@ -63,9 +71,17 @@ def _make_grpc(peer_id: str, secret: MeshSecret, on_loopback: bool, options: Con
     return GrpcConnector(peer_id, secret, options)
 
 
+def _make_file(peer_id: str, secret: MeshSecret, on_loopback: bool, options: ConnectorOptions) -> WorkerConnector:
+    from pdmesh.connector.file import FileConnector
+
+    assert isinstance(options, FileOptions)
+    return FileConnector(peer_id, secret, options)
+
+
 _MAKERS: dict[str, Callable[[str, MeshSecret, bool, ConnectorOptions], WorkerConnector]] = {
     "shm": _make_shm,
     "nixl": _make_nixl,
     "grpc": _make_grpc,
     "mooncake": _make_mooncake,
+    "file": _make_file,
 }

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from pdmesh.connector.active import ActivePull, ActivePulls, PullEnd, error_reason, fault_of
-from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
+from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.options import ShmOptions
 from pdmesh.connector.pool import KVPool, PoolShape
 from pdmesh.connector.shm_socket import PoolListener, SharedPool, fetch_pool
@@ -35,7 +35,7 @@ class ShmMetadata(msgspec.Struct, frozen=True, kw_only=True):
     socket_name: str
 
 
-class ShmConnector(WorkerConnector):
+class ShmConnector(FixedMetadata, ReadInPlace):
     """Both ends of shared memory: lends the registered pool out, copies from the pools of peers."""
 
     name = "shm"

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdmesh.connector.base import Pull
+from pdmesh.connector.base import Publication, Pull
 from pdmesh.engine.executor import Executor
 from pdmesh.engine.kv_events import KVEventLog
 from pdmesh.engine.links import Links
@@ -208,6 +208,8 @@ class Core:
             case Abort():
                 self._scheduler.abort(message.request_id, message.choice)
             case ReleaseOffer():
+                # First, or what is written of its blocks might already be another request's.
+                self._links.retract(message.offer_id)
                 self._scheduler.release_offer(message.offer_id)
             case ConnectPeer():
                 self._links.connect(message)
@@ -268,6 +270,14 @@ class Core:
         if not has_news and (self._is_stats_sent or self._under_way):
             return
         outbox = self._scheduler.state.take_outbox()
+        for sealed in outbox.sealed:
+            self._links.publish(
+                Publication(
+                    offer_id=sealed.offer_id,
+                    block_ids=[block_id for group in sealed.groups for block_id in group.block_ids],
+                    generations=[word for group in sealed.groups for word in group.generations],
+                )
+            )
         stats = msgspec.structs.replace(
             self._scheduler.state.stats(),
             steps=self._executor.num_ended,

@@ -11,8 +11,8 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
-from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
-from pdmesh.engine.messages import ConnectorChanged, ConnectPeer, PeerConnected
+from pdmesh.connector.base import PeerPool, Publication, Published, Pull, PullResult, WorkerConnector
+from pdmesh.engine.messages import ConnectorChanged, ConnectPeer, OfferPublished, PeerConnected
 from pdmesh.errors import MeshError
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 PEER_LOST = "peer_lost"
 # A connect that hangs longer is left to end with the process.
 CONNECT_GRACE_S = 1.0
+
+News = PeerConnected | ConnectorChanged | OfferPublished
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ class Links:
 
     def __init__(self, connectors: dict[str, WorkerConnector]) -> None:
         self._connectors = connectors
-        self._connector_of: dict[str, str] = {}
-        """Peer id -> the connector it was connected over last."""
+        self._connectors_of: dict[str, list[str]] = {}
+        """Peer id -> the connectors it is connected over; last the one that was connected last."""
         self._pulls: dict[str, str] = {}
         """Transfer id -> connector, while it runs."""
         self._refused: list[EndedPull] = []
@@ -48,12 +50,13 @@ class Links:
         self._closing = threading.Lock()
         self._is_closed = False
         self._orders: queue.SimpleQueue[ConnectPeer | None] = queue.SimpleQueue()
-        self._news: queue.SimpleQueue[PeerConnected | ConnectorChanged] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         # A daemon: a peer that hangs in connect must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="connect", daemon=True)
         self._thread.start()
         for name, connector in connectors.items():
             connector.watch_metadata(functools.partial(self._tell_changed, name))
+            connector.watch_published(functools.partial(self._tell_published, name))
 
     @property
     def descriptors(self) -> list[int]:
@@ -71,7 +74,7 @@ class Links:
         self._connecting[order.peer_id] += 1
         self._orders.put(order)
 
-    def take_news(self) -> list[PeerConnected | ConnectorChanged]:
+    def take_news(self) -> list[News]:
         """Return the answers to `connect`, and what else the server must know, since the last call; never blocks."""
         if not self._drain_wake():
             return []
@@ -83,7 +86,8 @@ class Links:
                 continue
             self._connecting[message.peer_id] -= 1
             if not message.error:
-                self._connector_of[message.peer_id] = message.connector
+                names = [each for each in self._connectors_of.get(message.peer_id, []) if each != message.connector]
+                self._connectors_of[message.peer_id] = [*names, message.connector]
                 if message.peer_id in self._unwanted:
                     self.disconnect(message.peer_id)
             if not self._connecting[message.peer_id]:
@@ -95,14 +99,25 @@ class Links:
         """Forget a peer; its pulls end with `peer_lost`."""
         if peer_id in self._connecting:
             self._unwanted.add(peer_id)
-        if (name := self._connector_of.pop(peer_id, None)) is not None:
+        for name in self._connectors_of.pop(peer_id, []):
             self._connectors[name].disconnect(peer_id)
+
+    def publish(self, publication: Publication) -> None:
+        """Have every connector make an offer's blocks available."""
+        for connector in self._connectors.values():
+            connector.publish(publication)
+
+    def retract(self, offer_id: str) -> None:
+        """Have every connector take it back."""
+        for connector in self._connectors.values():
+            connector.retract(offer_id)
 
     def start(self, pull: Pull) -> None:
         """Begin a pull over the connector of its peer. It ends through `poll`, also when it cannot begin."""
-        name = self._connector_of.get(pull.peer_id)
-        if name is None:
-            self._refuse(pull, "", PEER_LOST)
+        names = self._connectors_of.get(pull.peer_id, [])
+        name = pull.connector or (names[-1] if names else "")
+        if name not in names:
+            self._refuse(pull, name, PEER_LOST)
             return
         try:
             self._connectors[name].start(pull)
@@ -157,7 +172,10 @@ class Links:
     def _tell_changed(self, connector: str, metadata: bytes) -> None:
         self._tell(ConnectorChanged(connector=connector, metadata=metadata))
 
-    def _tell(self, message: PeerConnected | ConnectorChanged) -> None:
+    def _tell_published(self, connector: str, published: Published) -> None:
+        self._tell(OfferPublished(connector=connector, offer_id=published.offer_id, error=published.error))
+
+    def _tell(self, message: News) -> None:
         """Queue news for the loop and wake it; from any thread."""
         self._news.put(message)
         with self._closing:

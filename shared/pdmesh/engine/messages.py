@@ -191,6 +191,14 @@ class ConnectorChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     metadata: bytes
 
 
+class OfferPublished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A connector that copies offers has made one available, or could not."""
+
+    connector: str
+    offer_id: str
+    error: str = ""
+
+
 class PrefixCacheReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """No block that was computed before this can be found any more."""
 
@@ -257,6 +265,7 @@ FromCore = (
     | StepOutput
     | PeerConnected
     | ConnectorChanged
+    | OfferPublished
     | PrefixCacheReset
     | Pong
     | OwnBlockPulled

@@ -70,6 +70,8 @@ class RemoteKV:
                 generations=plan.generations,
                 target_block_ids=targets,
                 deadline_s=source.deadline_s,
+                offer_id=source.offer_id,
+                connector=source.connector,
             )
         )
         return Begun.PULLING

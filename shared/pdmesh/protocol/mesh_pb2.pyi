@@ -934,12 +934,15 @@ class BeginTransferRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     REMAINING_MS_FIELD_NUMBER: _builtins.int
+    CONNECTOR_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     consumer_id: _builtins.str
     offer_id: _builtins.str
     digest: _builtins.bytes
     """of token ids, salt, LoRA, template; must equal the offer's"""
     remaining_ms: _builtins.int
+    connector: _builtins.str
+    """over which it will be read; the owner answers when it can be. Empty: it can be at once"""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockList]:
         """checked against the offer; empty: "all of it" """
@@ -953,10 +956,11 @@ class BeginTransferRequest(_message.Message):
         digest: _builtins.bytes = ...,
         groups: _abc.Iterable[Global___BlockList] | None = ...,
         remaining_ms: _builtins.int = ...,
+        connector: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "digest", b"digest", "groups", b"groups", "offer_id", b"offer_id", "remaining_ms", b"remaining_ms", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer_id", b"consumer_id", "digest", b"digest", "groups", b"groups", "offer_id", b"offer_id", "remaining_ms", b"remaining_ms", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

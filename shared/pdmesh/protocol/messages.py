@@ -110,6 +110,10 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens from position 0 that the blocks hold."""
     fail_policy: str = "recompute"
     """`recompute` or `fail`: what to do when the pull fails."""
+    offer_id: str = ""
+    """The offer that holds the blocks; empty: none does."""
+    connector: str = ""
+    """Over which to pull; empty: the one that its owner was connected over last."""
     deadline_s: float = 30.0
 
 

@@ -35,6 +35,8 @@ class Begin:
     """Which blocks; empty: all of the offer's."""
     remaining_s: float
     """How long the consumer's own request may still want it."""
+    connector: str = ""
+    """Over which it will be read; empty: one that reads where the blocks lie."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,7 @@ def begin_to_pb(begin: Begin) -> pb.BeginTransferRequest:
         digest=begin.digest,
         groups=[blocks_to_pb(group) for group in begin.groups],
         remaining_ms=to_ms(begin.remaining_s),
+        connector=begin.connector,
     )
 
 
@@ -95,6 +98,7 @@ def begin_from_pb(message: pb.BeginTransferRequest) -> Begin:
         digest=message.digest,
         groups=[blocks_from_pb(group) for group in message.groups],
         remaining_s=message.remaining_ms / 1000,
+        connector=message.connector,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from pdmesh.config import LOOPBACK_HOSTS, Settings
-from pdmesh.config.settings import ConnectorName
+from pdmesh.config.settings import PoolConnector
 from pdmesh.models.source import DEMO_MODEL
 
 MAX_REPLICAS = 64
@@ -24,7 +24,7 @@ class UpConfig(Settings):
     """Decode engines to start."""
     aggregated: bool = False
     """One engine does prefill and decode: no disaggregation."""
-    connector: list[ConnectorName] = Field(default=["shm", "grpc"])
+    connector: list[PoolConnector] = Field(default=["shm", "grpc"])
     """Ways to move KV between engines, in order of preference, comma-separated."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Weights and KV; auto: bfloat16 with the CPU library, float32 with PyTorch."""

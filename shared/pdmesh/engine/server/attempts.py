@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.connector.active import PullEnd
+from pdmesh.connector.owner import UNAVAILABLE
 from pdmesh.connector.peers import Ask, Peer, PeerDirectory
 from pdmesh.engine.server.fetches import ABORTED, Fetch, Fetches, Origin
 from pdmesh.engine.server.identity import Identity
@@ -53,15 +54,21 @@ class Attempts:
         Raises TransferFailed, Forbidden, HandshakeRefused or PeerUnavailable. The fetch is in the table from before the call:
         its owner hears of its end also when this task is cancelled meanwhile.
         """
-        for is_last in (False, True):
+        is_last, failed_over = False, ""
+        why: MeshError | None = None
+        while True:
             peer = await self._owner(target)
-            fetch = self._new_fetch(target, peer)
+            connector = peer.connector
+            if why is not None:
+                connector = await self._peers.attach_after(peer, failed_over, why)
+            fetch = self._new_fetch(target, peer, connector, instead_of=failed_over)
             try:
-                begun = await ask(peer, fetch.transfer_id)
+                begun = await ask(peer, fetch.transfer_id, connector)
             except PeerUnavailable as exc:
                 self._fetches.failed(fetch, reason_of(exc))
                 if is_last or self._peers.knows(peer):
                     raise
+                is_last = True
                 continue
             except BaseException as exc:
                 self._fetches.failed(fetch, reason_of(exc))
@@ -72,22 +79,27 @@ class Attempts:
                 self._peers.forget(peer.peer_id)
                 if is_last or not target.is_owner(begun.peer_id):
                     raise _restarted(target, begun.peer_id)
+                is_last = True
                 continue
             if begun.error is not None:
                 self._fetches.failed(fetch, reason_of(begun.error))
-                raise begun.error
+                if reason_of(begun.error) != UNAVAILABLE:
+                    raise begun.error
+                # Each connector comes after the one before, so that this ends.
+                failed_over, why = connector, begun.error
+                continue
             if begun.view is None:
                 self._fetches.discard(fetch)
                 return None
             self._fetches.begun(fetch, sum(len(group.block_ids) for group in begun.view.groups))
             return fetch, begun.view
-        raise AssertionError("the last try returns or raises")
 
-    def _new_fetch(self, target: Target, peer: Peer) -> Fetch:
+    def _new_fetch(self, target: Target, peer: Peer, connector: str, *, instead_of: str) -> Fetch:
         fetch = Fetch(
             transfer_id=f"{self._identity.engine_id}-{secrets.token_hex(8)}",
             peer_id=peer.peer_id,
-            connector=peer.connector,
+            connector=connector,
+            instead_of=instead_of,
             origin=target.origin,
             running=target.running,
             block_bytes=peer.block_bytes,

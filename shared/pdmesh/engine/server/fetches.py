@@ -53,8 +53,17 @@ class Fetch:
     """Of the owner's pool."""
     num_bytes: int = 0
     """To be copied; known once the owner lets it read."""
+    instead_of: str = ""
+    """The connector that was tried before."""
     timer: asyncio.TimerHandle | None = None
     state: TransferState = TransferState.OPEN
+
+    @property
+    def source(self) -> str:
+        """Where the KV comes from, for people."""
+        if self.origin is Origin.TIER:
+            return self.origin
+        return f"{self.connector}:after:{self.instead_of}" if self.instead_of else self.connector
 
     def on(self, event: TransferEvent) -> None:
         """Move on. Raises KeyError for what cannot happen in this state."""

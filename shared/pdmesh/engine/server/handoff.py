@@ -7,7 +7,7 @@ import secrets
 from pdmesh.config import EngineConfig
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.pool import KVPool
-from pdmesh.engine.messages import CoreReady, OfferSealed, ReleaseOffer
+from pdmesh.engine.messages import CoreReady, OfferPublished, OfferSealed, ReleaseOffer
 from pdmesh.engine.server.core_peers import Core
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.load import LoadBoard
@@ -74,7 +74,14 @@ class Handoff:
         """The core holds the whole prompt's blocks."""
         if self._offers.seal(message.offer_id, message.groups, message.num_tokens):
             self._sealed[message.offer_id] = message
+            self.owner.publications.sealed(message.offer_id)
         self.owner.settle()
+
+    def published(self, message: OfferPublished) -> None:
+        """A connector that copies offers is done with one."""
+        self.owner.publications.settled(message.offer_id, message.connector, message.error)
+        if message.error:
+            self._metrics.unpublished.inc(message.connector)
 
     def ticket(self, running: RunningRequest) -> bytes:
         """Sign a ticket for a request whose choices all have their first token; empty when the offer was not sealed."""
@@ -139,6 +146,7 @@ class Handoff:
     def _ended(self, ended: EndedOffer) -> None:
         """Give the blocks of an offer that ended back to the core."""
         self._sealed.pop(ended.offer_id, None)
+        self.owner.publications.ended(ended.offer_id)
         self._core.send(ReleaseOffer(offer_id=ended.offer_id))
         self._metrics.offers_ended.inc(ended.reason)
         if ended.reason is Reason.EXPIRED:

@@ -150,6 +150,11 @@ class EngineMetrics:
         self.tier_lookups = by("pdmesh_tier_lookups", "Lookups in the tier, by outcome.", "outcome")
         self.tier_hit_blocks = counter("pdmesh_tier_hit_blocks", "Blocks that lookups found in the tier.")
         self.tier_stores = by("pdmesh_tier_stores", "Blocks offered to the tier, by outcome.", "outcome")
+        self.unpublished = by(
+            "pdmesh_offers_unpublished",
+            "Offers that a connector that copies them could not make available.",
+            "connector",
+        )
         self.fallbacks = by("pdmesh_fallbacks", "Intended KV transfers that were not done, by reason.", "reason")
         self.probe_failures = by(
             "pdmesh_connector_probe_failures",

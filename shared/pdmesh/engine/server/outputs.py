@@ -13,6 +13,7 @@ from pdmesh.engine.messages import (
     ConnectorChanged,
     CoreFailed,
     FromCore,
+    OfferPublished,
     OwnBlockPulled,
     PeerConnected,
     PrefixCacheReset,
@@ -21,7 +22,7 @@ from pdmesh.engine.messages import (
 )
 from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.endings import Endings
-from pdmesh.engine.server.fetches import Fetches, Origin
+from pdmesh.engine.server.fetches import Fetches
 from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.heart import Heart
 from pdmesh.engine.server.kv_event_publisher import KVEventPublisher
@@ -89,6 +90,8 @@ class Outputs:
                     self._core_peers.connected(message)
                 case ConnectorChanged():
                     self._probe.changed(message.connector, message.metadata)
+                case OfferPublished():
+                    self._handoff.published(message)
                 case OwnBlockPulled():
                     self._probe.pulled(message)
                 case PrefixCacheReset():
@@ -128,7 +131,7 @@ class Outputs:
         running = fetch.running
         if message.committed and message.num_bytes:
             running.kv_bytes += message.num_bytes
-            running.kv_source = Origin.TIER if fetch.origin is Origin.TIER else fetch.connector
+            running.kv_source = fetch.source
         elif not message.committed and message.reason not in ABORT_REASONS:
             # A client that left is no fallback. What follows the colon names blocks: no label should.
             self._metrics.fallbacks.inc(message.reason.partition(":")[0])

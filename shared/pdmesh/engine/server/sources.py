@@ -7,6 +7,8 @@ same policy there. A ticket or parameters that nobody of this mesh made are refu
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from pdmesh.config import EngineConfig
 from pdmesh.connector.peers import Peer, PeerDirectory
 from pdmesh.engine.messages import CoreReady
@@ -110,7 +112,7 @@ class Sources:
         groups: list[GroupBlocks],
         check: Callable[[Peer], None] = lambda peer: None,
     ) -> KVSource:
-        async def ask(peer: Peer, transfer_id: str) -> Begun:
+        async def ask(peer: Peer, transfer_id: str, connector: str) -> Begun:
             check(peer)
             return await self._peers.begin(
                 peer,
@@ -119,12 +121,14 @@ class Sources:
                 digest=target.running.digest,
                 groups=groups,
                 remaining_s=target.deadline_s,
+                connector=connector,
             )
 
         begun = await self._attempts.begin(target, ask)
         if begun is None:
             raise TransferFailed(f"unknown: {target.address} says nothing of offer {offer_id}")
-        return self._source(*begun, fail_policy=self._config.kv_load_failure_policy)
+        source = self._source(*begun, fail_policy=self._config.kv_load_failure_policy)
+        return msgspec.structs.replace(source, offer_id=offer_id)
 
     async def _from_tier(self, running: RunningRequest, keys: list[bytes]) -> KVSource | None:
         if self._tier is None or not keys:
@@ -141,6 +145,7 @@ class Sources:
         return KVSource(
             transfer_id=fetch.transfer_id,
             peer_id=fetch.peer_id,
+            connector=fetch.connector,
             groups=view.groups,
             num_tokens=view.num_tokens,
             fail_policy=fail_policy,

@@ -108,7 +108,7 @@ class TierClient:
             return None
         timeout_s = min(self._lookup_timeout_s, remaining_s)
 
-        async def ask(peer: Peer, transfer_id: str) -> Begun:
+        async def ask(peer: Peer, transfer_id: str, connector: str) -> Begun:
             return await self._lookup(peer, transfer_id, keys, timeout_s)
 
         try:

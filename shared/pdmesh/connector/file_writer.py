@@ -1,0 +1,213 @@
+"""The owner's side of connector `file`: writes the blocks of offers into its directory, and takes them away again.
+
+One thread does all of it, so that no call of the engine's loop waits for a file system; what cannot be written is told, not
+raised. A file appears under its name when it is complete. All of an owner's files are in a directory of its own, which goes
+with it; what one that was killed left goes when the same engine starts again.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import queue
+import secrets
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pdmesh.connector.base import Publication, Published
+from pdmesh.connector.file_format import DRAFT_SUFFIX, OWNER_FILE, Contents, Seals, file_name
+from pdmesh.connector.pool import KVPool
+from pdmesh.security import MeshSecret
+
+log = logging.getLogger(__name__)
+
+PROOF_BYTES = 32
+# A file system that hangs must not keep the engine from ending.
+CLOSE_TIMEOUT_S = 5.0
+
+
+class FileWriter:
+    """Keeps the files of one owner, named `peer_id`, under `path`. Its methods never block, but for the first and the last."""
+
+    def __init__(self, path: Path, pool: KVPool, peer_id: str, secret: MeshSecret) -> None:
+        """Make the owner's directory. Raises OSError when that cannot be."""
+        self.proof = secrets.token_bytes(PROOF_BYTES)
+        self.directory = path / peer_id
+        self._pool = pool
+        self._peer_id = peer_id
+        self._seals = Seals(secret, peer_id)
+        self._on_published: Callable[[Published], None] = lambda published: None
+        self._failures: set[str] = set()
+        """Kinds of failures that have been logged."""
+        self._lock = threading.Lock()
+        self._wanted: dict[str, Publication] = {}
+        """Publications that have not been retracted."""
+        self._written: set[str] = set()
+        """Of the thread alone: offers that have a file."""
+        self._orders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        """Ids of offers to look at."""
+        self.directory.mkdir(mode=0o700)
+        self._lock_fd = os.open(self.directory / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(self._lock_fd)
+            os.pwrite(self._lock_fd, self.proof, 0)
+        except BaseException:
+            os.close(self._lock_fd)
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
+        self._thread = threading.Thread(target=self._work, name="file-write", daemon=True)
+        self._thread.start()
+
+    def watch(self, on_published: Callable[[Published], None]) -> None:
+        """Tell, from the thread, how each publication went."""
+        self._on_published = on_published
+
+    def publish(self, publication: Publication) -> None:
+        with self._lock:
+            self._wanted[publication.offer_id] = publication
+        self._orders.put(publication.offer_id)
+
+    def retract(self, offer_id: str) -> None:
+        with self._lock:
+            known = self._wanted.pop(offer_id, None)
+        if known is not None:
+            self._orders.put(offer_id)
+
+    def close(self) -> None:
+        """Take everything away."""
+        with self._lock:
+            self._wanted.clear()
+        self._orders.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("%s does not answer: what lies there goes when this engine starts again", self.directory)
+
+    def _work(self) -> None:
+        with contextlib.suppress(OSError):
+            sweep(self.directory)
+        while (offer_id := self._orders.get()) is not None:
+            publication = self._current(offer_id)
+            if publication is not None and offer_id not in self._written:
+                self._publish(publication)
+            elif publication is None and offer_id in self._written:
+                self._written.discard(offer_id)
+                self._remove(file_name(offer_id))
+        # Locked until it is gone: to others it is in use.
+        shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._lock_fd)
+
+    def _current(self, offer_id: str) -> Publication | None:
+        with self._lock:
+            return self._wanted.get(offer_id)
+
+    def _publish(self, publication: Publication) -> None:
+        offer_id, error = publication.offer_id, ""
+        name = file_name(offer_id)
+        try:
+            if self._write(publication, self.directory / (name + DRAFT_SUFFIX)):
+                os.rename(self.directory / (name + DRAFT_SUFFIX), self.directory / name)
+                self._written.add(offer_id)
+            else:
+                error = "it was taken back"
+        except OSError as exc:
+            error = exc.strerror or type(exc).__name__
+            if error not in self._failures:
+                self._failures.add(error)
+                log.warning(
+                    "offers cannot be written to %s, so consumers fetch them otherwise: %s", self.directory, error
+                )
+        except (
+            Exception
+        ) as exc:  # the thread's top: an offer that cannot be written must be told of, and the next one written
+            log.exception("offer %s cannot be written", offer_id)
+            error = f"{type(exc).__name__}: {exc}"
+        if error:
+            self._remove(name + DRAFT_SUFFIX)
+        self._on_published(Published(offer_id=offer_id, error=error))
+
+    def _write(self, publication: Publication, path: Path) -> bool:
+        """Write a file; False when the blocks are not the offer's any more."""
+        pool, offer_id = self._pool, publication.offer_id
+        block_bytes, macs = pool.shape.block_bytes, []
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            for place, (block_id, generation) in enumerate(
+                zip(publication.block_ids, publication.generations, strict=True)
+            ):
+                data = memoryview(pool.blocks[block_id])
+                macs.append(self._seals.of_block(offer_id, block_id, generation, data))
+                write_exactly(fd, data, place * block_bytes)
+                if self._current(offer_id) is not publication:
+                    return False
+            contents = msgspec.msgpack.encode(
+                Contents(
+                    peer_id=self._peer_id,
+                    offer_id=offer_id,
+                    block_bytes=block_bytes,
+                    block_ids=publication.block_ids,
+                    generations=publication.generations,
+                    macs=macs,
+                )
+            )
+            end = contents + self._seals.trailer(contents)
+            write_exactly(fd, memoryview(end), len(macs) * block_bytes)
+        finally:
+            # Some file systems only say now that the disk is full.
+            os.close(fd)
+        # A block that was given away while it was copied has another word by now.
+        return pool.generations_of(publication.block_ids) == publication.generations
+
+    def _remove(self, name: str) -> None:
+        try:
+            os.unlink(self.directory / name)
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            log.warning("%s cannot be removed: %s", self.directory / name, exc.strerror)
+
+
+def sweep(own: Path) -> None:
+    """Remove what earlier starts of the same engine left beside its directory, unless one of them still runs."""
+    engine_id = own.name.rpartition("@")[0]
+    for entry in own.parent.iterdir():
+        if entry != own and entry.name.rpartition("@")[0] == engine_id and _is_left(entry):
+            log.info("removing %s, which an earlier start of this engine left", entry)
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def write_exactly(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of it."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
+
+
+def _is_left(directory: Path) -> bool:
+    """Whether nobody holds the lock of an owner's directory."""
+    try:
+        fd = os.open(directory / OWNER_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without locks: an engine id is one engine's, so it is an earlier start's.
+        return True
+    finally:
+        os.close(fd)
+    return True
+
+
+def _lock(fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        log.info("the directory of connector file has no locks (%s)", exc.strerror)
