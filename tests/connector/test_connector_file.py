@@ -193,6 +193,11 @@ def test_an_owner_that_cannot_write_offers_nothing(tmp_path: Path) -> None:
             consumer.connector.connect(peer_pool(owner))
 
 
+def test_files_need_a_secret(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs the mesh secret"):
+        FileConnector("a@1", MeshSecret(""), FileOptions(path=str(tmp_path)))
+
+
 @pytest.mark.parametrize(("path", "words"), [("", "must name its directory"), ("/no/such", "is not a directory")])
 def test_the_directory_has_to_be_there(path: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -59,6 +59,8 @@ class FileConnector(FixedMetadata):
             )
         if not self._path.is_dir():
             raise ConfigError(f"connector-options: file.path {options.path} is not a directory")
+        if not secret.is_secret:
+            raise ConfigError("connector file needs the mesh secret: without it nobody can tell who wrote a file")
         self._peer_id = peer_id
         self._secret = secret
         self._pool: KVPool | None = None

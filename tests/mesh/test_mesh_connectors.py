@@ -1,0 +1,62 @@
+"""Meshes whose engines exchange KV over one of the rarer connectors: it moves, and what fails is fetched over the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pdmesh.connector.file_format import OWNER_FILE
+from pdmesh.models.source import DEMO_MODEL
+from support.mesh import Mesh, mesh
+from support.native_libraries import missing
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
+
+
+def prompt(seed: int) -> list[int]:
+    return [100 + (seed * 7919 + index * 31) % 4000 for index in range(160)]
+
+
+def route_of(running: Mesh, seed: int) -> dict[str, str]:
+    """Send a prompt that nobody has seen; what the debug header says of it."""
+    answer = running.complete(prompt(seed))
+    fields = dict(part.strip().split("=", 1) for part in answer["headers"]["x-pdmesh-route"].split(";"))
+    assert len(answer["choices"][0]["token_ids"]) == 8
+    return fields
+
+
+def test_offers_travel_as_files_and_otherwise_when_they_cannot_be_written(tmp_path: Path) -> None:
+    options = json.dumps({"file": {"path": str(tmp_path)}})
+    with mesh(
+        DEMO_MODEL,
+        connector="file,grpc",
+        engine_flags=("--connector-options", options),
+        prefill_flags=("--engine-id", "p"),
+        decode_flags=("--engine-id", "d"),
+    ) as running:
+        (prefill,), (decode,) = running.prefill, running.decode
+        assert route_of(running, 1)["kv"] == "file"
+        (directory,) = [entry for entry in tmp_path.iterdir() if entry.name.startswith("p@")]
+        running.wait_nothing_held()
+        assert os.listdir(directory) == [OWNER_FILE]
+        # The owner's next file finds no directory: it tells the consumer, which asks for another way.
+        shutil.rmtree(directory)
+        assert route_of(running, 2)["kv"] == "grpc:after:file"
+        assert prefill.metric("pdmesh_offers_unpublished_total") == 1
+        assert decode.metric("pdmesh_connector_fallbacks_total") == 1
+        directory.mkdir()
+        assert route_of(running, 3)["kv"] == "file"
+        running.wait_nothing_held()
+    assert not [entry for entry in tmp_path.iterdir() if entry != directory]
+
+
+@pytest.mark.skipif(bool(missing("mooncake")), reason=missing("mooncake"))
+def test_kv_moves_over_mooncake() -> None:
+    with mesh(DEMO_MODEL, connector="mooncake,grpc") as running:
+        for seed in (1, 2):
+            assert route_of(running, seed)["kv"] == "mooncake"
+        running.wait_nothing_held()
