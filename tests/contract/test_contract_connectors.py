@@ -50,12 +50,12 @@ class Consumer:
         name: str,
         secret: str = SECRET,
         shape: PoolShape = SHAPE,
-        peer_id: str = "consumer@1",
+        peer_id: str = "",
         options: dict[str, object] | None = None,
     ) -> None:
         made = make_worker_connectors(
             [name],
-            peer_id=peer_id,
+            peer_id=peer_id or f"consumer@{next(_ids)}",
             secret=MeshSecret(secret),
             options=connector_options(json.dumps({name: OPTIONS.get(name, {}) | (options or {})})),
         )
