@@ -206,6 +206,8 @@ def _answer(asked: Asked, right: set[tuple[int, ...]]) -> str:
         return str(asked.status or "connection ended")
     if asked.finish_reason == "error" or asked.error:
         return f"200, error after {len(tokens)} tokens"
+    if not asked.finish_reason:
+        return f"connection ended after {len(tokens)} tokens"
     return f"**cut short**, 200, {len(tokens)} tokens, finish_reason {asked.finish_reason}"
 
 

@@ -106,6 +106,9 @@ class Engines:
     ) -> Asked:
         """Ask the router for a stream, and strike when `leg` says so."""
         body = _body(prompt, max_tokens) | {"stream": True}
+        if leave and leg is not None and leg.after_s:
+            # Nothing has come by then; the connection is closed.
+            timeout_s = leg.after_s
         timer = threading.Timer(leg.after_s, strike) if leg is not None and leg.after_s else None
         if timer is not None:
             timer.start()
@@ -123,9 +126,8 @@ class Engines:
                             return Asked(status=200, error="left")
                         strike()
         except TimeoutError:
-            asked.hung = True
-            if leave:
-                asked.error = "left"
+            asked.hung = not leave
+            asked.error = "left" if leave else ""
         except (OSError, http.client.HTTPException) as exc:
             asked.error = f"{type(exc).__name__}: {exc}"
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 from typing import Any
 
@@ -56,6 +57,39 @@ def test_writer_cancelled_in_a_write_harms_no_other_and_not_the_end(
 
     assert asyncio.run(go()) == [1, 2][: 1 + ping]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class Breaking:
+    """A stream whose connection breaks in the middle of a write."""
+
+    def __init__(self) -> None:
+        self.broken = asyncio.Event()
+
+    async def write(self, message: object) -> None:
+        await self.broken.wait()
+        raise ConnectionError("the connection broke")
+
+
+def test_write_that_fails_after_its_writer_was_cancelled_is_not_logged_as_one_that_nobody_saw() -> None:
+    """A session whose connection broke left a traceback in the engine's log."""
+    logged: list[dict[str, Any]] = []
+
+    async def go() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
+        stream = Breaking()
+        writer = asyncio.create_task(OrderlyWrites(stream).write(pb.ControlDown(pong=1)))  # type: ignore[arg-type]
+        for _ in range(2):
+            await asyncio.sleep(0)
+        writer.cancel()
+        await asyncio.wait([writer])
+        stream.broken.set()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        del writer
+        gc.collect()
+
+    asyncio.run(go())
+    assert not logged
 
 
 @pytest.mark.parametrize("name", ["Generate", "Control"])

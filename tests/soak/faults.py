@@ -15,6 +15,7 @@ import psutil
 import redis
 
 from soak.fleet import Fleet, Member
+from soak.links import Link
 from soak.load import Load
 from soak.schedule import Deed, Event, Fault, Part
 from support.tiny_models import make_tiny
@@ -22,8 +23,8 @@ from support.tiny_models import make_tiny
 WAIT_READY_S = 60.0
 """Longest time that a fault waits for its target to be there again."""
 BURST = 24
-BURSTS = {"kill proxy": 8}
-"""The one fault of which nobody is left to tell the clients."""
+BURSTS = {"kill proxy": 8, "restart proxy": 8}
+"""It is the only one: what it has is lost when it is killed, and what comes while it drains is refused."""
 BURST_LEAD_S = (0.02, 0.4)
 """From the beginning of a burst of requests to the fault that meets it: they take about as long."""
 
@@ -99,6 +100,10 @@ class Faults:
                 self._clients.append(self._load.beside(self._load.read_slowly()))
             case Deed.BAD_REQUESTS:
                 self._clients.append(self._load.beside(self._load.ask_badly()))
+            case Deed.CUT:
+                self._fleet.links.cut(fault.target)
+            case Deed.DELAY:
+                self._slow_down(self._fleet.links[fault.target], fault.duration_s)
             case Deed.STRANGER:
                 self._join_stranger(fault.duration_s)
             case _ if fault.target == "valkey":
@@ -134,6 +139,13 @@ class Faults:
                 self._later(fault.duration_s, lambda: self._set_memory(str(8 << 20), "allkeys-lru"))
             case Deed.CORRUPT:
                 self._corrupt_values()
+
+    def _slow_down(self, link: Link, duration_s: float) -> None:
+        def undo() -> None:
+            link.slow = False
+
+        link.slow = True
+        self._later(duration_s, undo)
 
     def _freeze(self, processes: list[psutil.Process], duration_s: float) -> None:
         self._signal(processes, signal.SIGSTOP)

@@ -17,6 +17,7 @@ import psutil
 
 from pdmesh import embedded_valkey
 from pdmesh.embedded_valkey import EmbeddedValkey
+from soak.links import Links
 from soak.load import REQUEST_TIMEOUT_S
 from soak.schedule import CONNECTORS, Part
 from support.mesh import Service, start
@@ -62,6 +63,7 @@ class Fleet:
         self.folder, self.model, self.seed = folder, model, seed
         self.valkey = self._start_valkey()
         self.num_valkey_starts = 1
+        self.links = Links(tuple(CONNECTORS))
         self.proxy_deaths = 0
         self.leaked: list[str] = []
         """Processes that outlived the service that started them."""
@@ -153,8 +155,16 @@ class Fleet:
         for role in ("prefill", "decode"):
             ready = [member for member in self.members.values() if member.kind == role and member.ready]
             draft = self.folder / f"{role}.new"
-            draft.write_text("".join(f"{member.service.grpc}\n" for member in ready if member.service))
+            draft.write_text("".join(f"{self._address(member)}\n" for member in ready))
             draft.replace(self.folder / role)
+
+    def _address(self, member: Member) -> str:
+        """Where the proxy reaches an engine: over its link; engines reach each other directly."""
+        assert member.service is not None
+        if member.name not in CONNECTORS:
+            return member.service.grpc
+        self.links[member.name].target = member.service.facts["grpc_port"]
+        return f"127.0.0.1:{self.links[member.name].port}"
 
     def parts(self, member: Member, part: Part) -> list[psutil.Process]:
         """The running processes of a service."""
@@ -191,6 +201,7 @@ class Fleet:
             if member.service is not None:
                 self._reap(member)
         self.valkey.stop()
+        self.links.close()
         until = time.monotonic() + FAMILY_GONE_S
         while self._dying and time.monotonic() < until + 1:
             self._check_dying()

@@ -40,6 +40,10 @@ class Deed(StrEnum):
     """No memory left for what is written."""
     CORRUPT = "corrupt"
     """A flipped bit in what is stored."""
+    CUT = "cut"
+    """All connections between the proxy and an engine."""
+    DELAY = "delay"
+    """What they carry, by 500 ms."""
     STRANGER = "stranger"
     """An engine with another model joins for a while."""
     DISCONNECTS = "disconnects"
@@ -85,6 +89,8 @@ OTHER_FAULTS = (
     *(Fault(deed=Deed.FREEZE, target=name, duration_s=FREEZE_S) for name in ("proxy", "kvcache", "valkey")),
     Fault(deed=Deed.FILL, target="valkey", duration_s=FREEZE_S),
     Fault(deed=Deed.CORRUPT, target="valkey"),
+    *(Fault(deed=Deed.CUT, target=name) for name in ("prefill-0", "decode-0")),
+    *(Fault(deed=Deed.DELAY, target=name, duration_s=FREEZE_S) for name in ("prefill-1", "decode-1")),
     Fault(deed=Deed.STRANGER, target="mesh", duration_s=FREEZE_S),
     *(Fault(deed=deed, target="clients") for deed in (Deed.DISCONNECTS, Deed.SLOW_CLIENTS, Deed.BAD_REQUESTS)),
 )

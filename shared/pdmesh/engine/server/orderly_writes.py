@@ -24,16 +24,19 @@ class OrderlyWrites:
             if self._sending is not None:
                 await asyncio.wait([self._sending])
             self._sending = asyncio.create_task(self._send(message))
+            self._sending.add_done_callback(_seen)
             await asyncio.shield(self._sending)
 
     async def settle(self) -> None:
         """Return when no write is under way, or one is stuck. Nobody may write any more."""
         if self._sending is not None:
-            done, _ = await asyncio.wait([self._sending], timeout=SETTLE_S)
-            for sending in done:
-                # Whoever wrote has seen the error or does not care any more.
-                if not sending.cancelled():
-                    sending.exception()
+            await asyncio.wait([self._sending], timeout=SETTLE_S)
 
     async def _send(self, message: Any) -> None:
         await self._context.write(message)
+
+
+def _seen(sending: asyncio.Task[None]) -> None:
+    """Whoever wrote has the error, or was cancelled and does not care: asyncio need not log it as one that nobody saw."""
+    if not sending.cancelled():
+        sending.exception()
