@@ -21,6 +21,8 @@ WARNINGS = ("-Wall", "-Wextra")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 ISA_FLAGS = {
+    "block_sum_avx2": AVX2,
+    "block_sum_avx512": AVX512,
     "sampling_avx2": AVX2,
     "sampling_avx512": AVX512,
     "kernels_avx2": AVX2,

@@ -86,19 +86,33 @@ class Pool:
 @functools.cache
 def load() -> Library:
     """Return the library; the first call may build it (half a minute of CPU). Raises LibraryError that says why there is none."""
-    packaged_error = "it is not in the package"
+    try:
+        return find()
+    except LibraryError as exc:
+        packaged_error = str(exc)
+    try:
+        return _checked(Library(_build_in_cache()))
+    except (OSError, BuildError, AttributeError) as exc:
+        raise LibraryError(f"{packaged_error}, and building failed: {exc}") from exc
+
+
+def find() -> Library:
+    """Return the library if it is there already. Raises LibraryError that says why it is not."""
+    error = "it is not in the package"
     if PACKAGED.exists():
         try:
             library = Library(PACKAGED)
             if not SOURCES.is_dir() or library.functions.pdm_source_digest().decode() == source_digest():
                 return _checked(library)
-            packaged_error = "the packaged one is older than its sources"
+            error = "the packaged one is older than its sources"
         except (OSError, AttributeError, LibraryError) as exc:
-            packaged_error = str(exc)
+            error = str(exc)
     try:
-        return _checked(Library(_build_in_cache()))
-    except (OSError, BuildError, AttributeError) as exc:
-        raise LibraryError(f"{packaged_error}, and building failed: {exc}") from exc
+        if (cached := _cached()).exists():
+            return _checked(Library(cached))
+    except (OSError, AttributeError) as exc:
+        raise LibraryError(f"{error}, and {exc}") from exc
+    raise LibraryError(error)
 
 
 def is_built() -> bool:

@@ -1,0 +1,6 @@
+// Sums for one instruction set; build.py compiles this file with its flags.
+#include "block_sum_lanes.h"
+
+namespace pdm {
+const BlockSums block_sums_avx512 = ways();
+}  // namespace pdm
