@@ -83,6 +83,7 @@ class Scene:
             generations=[0],
             target_block_ids=[target],
             deadline_s=30.0,
+            checksums=[],
         )
         assert self.helper.handle(pull) == []
         return len(self.agent.states) - 1

@@ -9,14 +9,11 @@ import sys
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdmesh.connector.active import ActivePulls
 from pdmesh.connector.base import Pull
 from pdmesh.connector.pool import PoolShape
 from pdmesh.connector.registry import make_worker_connectors
-from pdmesh.connector.shm import _Run, _runs
 from pdmesh.connector.shm_socket import MAX_PENDING, OWNER_TIMEOUT_S, PoolListener, fetch_pool
 from pdmesh.errors import ConfigError, HandshakeRefused
 from pdmesh.security import MeshSecret
@@ -76,21 +73,6 @@ def test_an_interruption_has_one_reason() -> None:
     assert active.interruption() == "cancelled"
     assert pulls.add(pull("b")).interruption() == ""
     pulls.close()
-
-
-pairs = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=30)
-
-
-@given(pairs=pairs, most=st.integers(1, 5))
-def test_runs_are_exactly_the_pairs_in_order(pairs: list[tuple[int, int]], most: int) -> None:
-    runs = list(_runs([source for source, _ in pairs], [target for _, target in pairs], most))
-    flat = [(run.source + offset, run.target + offset) for run in runs for offset in range(run.num)]
-    assert flat == pairs
-    assert all(1 <= run.num <= most for run in runs)
-
-
-def test_neighbours_are_one_run() -> None:
-    assert list(_runs([3, 4, 5, 9, 1], [0, 1, 2, 3, 4], 8)) == [_Run(3, 0, 3), _Run(9, 3, 1), _Run(1, 4, 1)]
 
 
 def test_an_unknown_connector_is_a_config_error() -> None:

@@ -27,6 +27,7 @@ from pdmesh.connector.shm import ShmMetadata
 from pdmesh.connector.shm_socket import fetch_pool
 from pdmesh.errors import HandshakeRefused
 from pdmesh.security import MeshSecret
+from pdmesh_kernels.block_sum import sum_blocks
 from support.native_libraries import missing
 from support.pool_node import SECRET, Node, make_pool, pool_node, wait_for, word_of
 from support.shm_files import files_of_nobody_else
@@ -81,6 +82,7 @@ class Consumer:
             generations=firsts(node, source),
             target_block_ids=target,
             deadline_s=DEADLINE_S,
+            checksums=expected_sums(source, firsts(node, source)),
         )
         pull = replace(pull, **changes)  # type: ignore[arg-type]
         self.connector.start(pull)
@@ -98,6 +100,13 @@ class Consumer:
     def close(self) -> None:
         self.connector.close()
         self.pool.close()
+
+
+def expected_sums(block_ids: list[int], generations: list[int]) -> list[int]:
+    """What blocks sum to with the content of these generations."""
+    words = [word_of(block_id, word) for block_id, word in zip(block_ids, generations, strict=True)]
+    blocks = np.repeat(np.asarray(words, dtype=np.uint64)[:, None], SHAPE.block_bytes // 8, axis=1)
+    return [int(each) for each in sum_blocks(blocks.view(np.uint8), range(len(block_ids)))] if block_ids else []
 
 
 def content_is(pool: KVPool, target: list[int], source: list[int], generations: list[int]) -> bool:
@@ -183,6 +192,45 @@ def test_a_pull_brings_the_right_bytes(
 def test_a_generation_that_differs_is_stale(attached: Consumer, shared_node: Node) -> None:
     attached.pull(shared_node, [1, 2, 3], [1, 2, 3], generations=[0, *firsts(shared_node, [2, 3])])
     assert attached.result().reason == "stale"
+
+
+def test_bytes_that_are_not_those_that_were_summed_are_corrupt(attached: Consumer, shared_node: Node) -> None:
+    blocks = list(range(96))
+    wanted = expected_sums(blocks, firsts(shared_node, blocks))
+    for place in (0, 50, 95):
+        damaged = [*wanted[:place], wanted[place] ^ 1, *wanted[place + 1 :]]
+        attached.pull(shared_node, blocks, blocks, checksums=damaged)
+        assert attached.result().reason == "corrupt"
+    attached.pull(shared_node, blocks, blocks, checksums=[])
+    assert attached.result().reason == ""
+
+
+def test_new_content_is_stale_and_not_corrupt(name: str, own_node: Node) -> None:
+    """Its sums differ as well: the generation says why."""
+    if name in PUBLISHING:
+        pytest.skip("consumers read copies, which do not change")
+    with consumer(name) as made:
+        made.connector.connect(own_node.pool_for(name))
+        own_node.ask("write", block_ids=[40])
+        blocks = list(range(96))
+        made.pull(own_node, blocks, blocks)
+        assert made.result().reason == "stale"
+
+
+def test_a_byte_that_was_flipped_in_the_owners_memory_is_found(name: str) -> None:
+    with pool_node(sorted({name, "shm"}), SHAPE, "mortal@1") as node, consumer(name) as made, consumer("shm") as other:
+        made.connector.connect(node.pool_for(name))
+        made.pull(node, [3], [3])
+        assert made.result().reason == ""
+        node.ask("flip", block_id=3, place=1234)
+        made.pull(node, [2, 3], [2, 3])
+        assert made.result().reason == "corrupt"
+        # It is not on its way that it was damaged.
+        other.connector.connect(node.pool_for("shm"))
+        other.pull(node, [3], [3])
+        assert other.result().reason == "corrupt"
+        made.pull(node, [2, 4], [2, 4])
+        assert made.result().reason == ""
 
 
 def test_a_deadline_that_is_over_ends_the_pull(attached: Consumer, shared_node: Node) -> None:
@@ -312,7 +360,8 @@ def test_blocks_rewritten_during_a_pull_are_never_taken_for_the_old(name: str) -
                     # The owner itself found them changed.
                     reasons.append("stale")
                     continue
-                made.pull(node, source, source, generations=generations, offer_id=offer_id)
+                sums = expected_sums(source, generations)
+                made.pull(node, source, source, generations=generations, offer_id=offer_id, checksums=sums)
                 reason = made.result().reason
                 assert reason in ("", "stale")
                 assert reason == "stale" or made.holds(source, source, generations)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdmesh.connector.checksums import PoolSums
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.pool import PoolShape
 from pdmesh.engine.messages import AddRequest, DisconnectPeer, TransferEnded
@@ -56,7 +57,9 @@ def decode_leg(ticket: Ticket, **fields: Any) -> GenerateRequest:
 
 
 @asynccontextmanager
-async def owning(made: GenerateRequest, peer_id: str = "owner@1") -> AsyncIterator[tuple[str, OfferTable]]:
+async def owning(
+    made: GenerateRequest, peer_id: str = "owner@1", *, has_sums: bool = False
+) -> AsyncIterator[tuple[str, OfferTable]]:
     """An owner with one offer; its address and its table."""
     pool, table = make_pool(SHAPE, filled=True), OfferTable()
     table.open("o", request_id="r", digest=request_digest(made.token_ids, cache_salt=made.cache_salt))
@@ -69,9 +72,12 @@ async def owning(made: GenerateRequest, peer_id: str = "owner@1") -> AsyncIterat
         model_fingerprint=READY.model_fingerprint,
         layout_fingerprints=READY.layout_fingerprints,
         on_ended=lambda ended: None,
+        sums=PoolSums(pool, block_size=READY.block_size) if has_sums else None,
     )
     async with grpc_server("127.0.0.1", 0, OURS, lambda server: [owner.add_to(server)]) as port:
         yield f"127.0.0.1:{port}", table
+    if owner.sums is not None:
+        owner.sums.close()
     pool.close()
 
 
@@ -146,6 +152,45 @@ def test_a_pull_has_time_by_its_size() -> None:
             source = core.added().source
             assert source is not None
             assert source.deadline_s == START_S + 3 * READY.block_bytes / SLOW_LINK_BYTES_S
+
+    play(scene)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_an_owners_sums_go_to_the_core_unless_they_are_not_wanted(is_on: bool) -> None:
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async with owning(request("r"), has_sums=True) as (address, _):
+            submitted(engine, decode_leg(ticket_of(request("r"), address)))
+            await until(lambda: core.sent and isinstance(core.sent[-1], AddRequest))
+            source = core.added().source
+            assert source is not None
+            [blocks] = source.groups
+            assert len(blocks.checksums) == (3 if is_on else 0)
+            assert blocks.is_sound
+
+    play(scene, kv_checksums=is_on)
+
+
+def test_damaged_kv_is_counted_and_told_once_for_a_peer(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async with owning(request("r")) as (address, table):
+            for number in range(2):
+                made = msgspec.structs.replace(decode_leg(ticket_of(request("r"), address)), request_id=f"r{number}")
+                submitted(engine, made)
+                await until(lambda num=number: sum(isinstance(each, AddRequest) for each in core.sent) > num)
+                source = core.sent[-1].source
+                ended = TransferEnded(
+                    transfer_id=source.transfer_id,
+                    peer_id="owner@1",
+                    request_id=made.request_id,
+                    committed=False,
+                    reason="corrupt",
+                )
+                await core.say(transfers=[ended])
+            assert counted(engine, "pdmesh_transfers_total", reason="corrupt") == 2
+            assert counted(engine, "pdmesh_fallbacks_total", reason="corrupt") == 2
+            await until(lambda: not table.num_transfers)
+        assert sum("is not what was summed there" in record.message for record in caplog.records) == 1
 
     play(scene)
 

@@ -261,16 +261,18 @@ def test_nothing_of_engines_that_are_gone_stays(monkeypatch: pytest.MonkeyPatch)
             block_bytes=BLOCK_BYTES,
             on_evict=lambda: None,
         )
-        puller = Puller(arena, ["shm"], MeshSecret(SECRET), on_loopback=True, on_metadata=lambda name, data: None)
+        puller = Puller(
+            arena, ["shm"], MeshSecret(SECRET), on_loopback=True, options={}, on_metadata=lambda name, data: None
+        )
         async with puller:
             for at in range(4):
                 async with running_engine(f"engine-{at}") as engine:
                     engine.fill([0], seed=at)
                     peer = await puller.reach(engine.peer_id, engine.address, 5.0)
                     words = engine.pool.generations_of([0])
-                    assert (await puller.pull(peer, [0], words, [at], 5.0)).reason == ""
+                    assert (await puller.pull(peer, [0], words, [at], 5.0, checksums=[])).reason == ""
                     # Lost while a pull runs, so that what the pull does at its end comes after.
-                    pulling = asyncio.create_task(puller.pull(peer, [0], words, [at], 5.0))
+                    pulling = asyncio.create_task(puller.pull(peer, [0], words, [at], 5.0, checksums=[]))
                     await asyncio.sleep(0)
                     puller.peers.forget(peer.peer_id)
                     await pulling

@@ -89,6 +89,22 @@ def test_who_waits_for_a_block_is_told_once_when_it_is_visible_or_given_up() -> 
     index.check_integrity()
 
 
+def test_condemned_block_is_invisible_at_once_and_its_slot_free_when_nobody_reads_it() -> None:
+    index = make(2)
+    keys = chain("c", 2)
+    hold(index, keys)
+    index.pin("reader", keys[:1])
+    index.condemn([*keys, block_key("unknown")])
+    assert [index.slot_of(key) for key in keys] == [None, None]
+    assert index.num_leading(keys) == 0
+    assert index.pinned_by("reader") == []
+    # Not again before its reader has gone.
+    assert [each.key for each in index.reserve(keys)] == keys[1:]
+    assert index.unpin("reader")
+    assert [each.key for each in index.reserve(keys)] == keys[:1]
+    index.check_integrity()
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Random use of an index, against what it must never forget."""
 
@@ -102,6 +118,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.filling: list[Reservation] = []
         self.awaited: list[bytes] = []
         self.pins: dict[str, dict[bytes, int]] = {}
+        self.condemned: set[bytes] = set()
 
     def evict(self) -> None:
         self.evicted += 1
@@ -143,6 +160,12 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.unpin(pin_id) == bool(self.pins.pop(pin_id, None))
 
     @rule(keys=keys)
+    def condemn(self, keys: list[bytes]) -> None:
+        self.index.condemn(keys)
+        assert all(self.index.slot_of(key) is None for key in keys)
+        self.condemned |= {key for key in keys if any(key in held for held in self.pins.values())}
+
+    @rule(keys=keys)
     def touch(self, keys: list[bytes]) -> None:
         self.index.touch(keys)
 
@@ -155,8 +178,11 @@ class IndexMachine(RuleBasedStateMachine):
         assert set(self.awaited) <= {each.key for each in self.filling}
         assert self.index.num_used + self.index.num_filling <= self.index.num_slots
         pinned = {key: slot for held in self.pins.values() for key, slot in held.items()}
+        self.condemned &= pinned.keys()
         assert self.index.num_pinned == len(pinned)
-        assert {key: self.index.slot_of(key) for key in pinned} == pinned
+        visible = {key: slot for key, slot in pinned.items() if key not in self.condemned}
+        assert {key: self.index.slot_of(key) for key in visible} == visible
+        assert all(self.index.slot_of(key) is None for key in self.condemned)
 
 
 TestIndexMachine = IndexMachine.TestCase

@@ -13,6 +13,8 @@ import pytest
 from pdmesh.connector.peers import PeerDirectory
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.security import MeshSecret
+from pdmesh_kernels.block_sum import sum_blocks
+from pdmesh_kvcache.arena import Arena
 from support.tier import BLOCK_BYTES, LAYOUT, MODEL, SECRET, chain, running_engine, running_tier
 
 pytestmark = pytest.mark.timeout(60)
@@ -98,6 +100,74 @@ def test_blocks_that_the_engine_reused_are_dropped_and_those_before_them_kept() 
             assert await tier.until("store_blocks_dropped_total", at_least(5), reason="stale") == 5
             assert await tier.num_hits(keys) == 7
             assert (await tier.stats()).num_used == 7
+
+    asyncio.run(scenario())
+
+
+def test_blocks_that_are_not_what_the_engine_summed_are_dropped_and_those_before_them_kept() -> None:
+    async def scenario() -> None:
+        keys = chain("prompt", 12)
+        async with running_tier() as tier, running_engine("prefill") as prefill:
+            ids = list(range(12))
+            prefill.fill(ids, seed=1)
+            sums = sum_blocks(prefill.pool.blocks, ids).tolist()
+            prefill.pool.blocks[7, 100] ^= 1
+            assert await prefill.store(tier, keys, ids, checksums=sums) == 12
+            assert await tier.until("store_blocks_dropped_total", at_least(5), reason="corrupt") == 5
+            assert await tier.num_hits(keys) == 7
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("tells_sums", [True, False])
+def test_a_block_that_is_damaged_in_the_arena_reaches_nobody(tells_sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    arenas: list[Arena] = []
+    make = Arena.__init__
+
+    def remember(arena: Arena, *arguments: Any, **named: Any) -> None:
+        make(arena, *arguments, **named)
+        arenas.append(arena)
+
+    monkeypatch.setattr(Arena, "__init__", remember)
+
+    async def scenario() -> None:
+        keys = chain("prompt", 5)
+        async with (
+            running_tier() as tier,
+            running_engine("prefill") as prefill,
+            running_engine("decode") as decode,
+        ):
+            prefill.fill(list(range(5)), seed=1)
+            await prefill.store(tier, keys, list(range(5)), checksums=None if tells_sums else [])
+            await tier.until("store_blocks_committed_total", at_least(5))
+            [arena] = arenas
+            slot = arena.index.slot_of(keys[3])
+            assert slot is not None
+            arena.pool.blocks[slot, 4000] ^= 0x80
+            reply = await tier.lookup(keys, transfer_id="t1")
+            assert (await decode.pull(tier, reply)).reason == "corrupt"
+            assert await tier.end("t1", committed=False, reason="corrupt")
+            assert await tier.metric("damaged_blocks_total") == 1
+            # What was good stays, and the bad one may come again.
+            assert await tier.num_hits(keys) == 3
+            assert (await tier.stats()).num_pinned == 0
+            assert await prefill.store(tier, keys, list(range(5))) == 1
+            await tier.until("store_blocks_committed_total", at_least(6))
+            assert (await decode.pull(tier, await tier.lookup(keys, transfer_id="t2"))).reason == ""
+            assert await tier.end("t2")
+
+    asyncio.run(scenario())
+
+
+def test_without_checksums_nothing_is_told_or_checked() -> None:
+    async def scenario() -> None:
+        keys = chain("prompt", 3)
+        async with running_tier(kv_checksums=False) as tier, running_engine("prefill") as prefill:
+            prefill.fill([0, 1, 2], seed=1)
+            assert await prefill.store(tier, keys, [0, 1, 2], checksums=[1, 2, 3]) == 3
+            await tier.until("store_blocks_committed_total", at_least(3))
+            reply = await tier.lookup(keys, transfer_id="t1")
+            assert (reply.num_hits, list(reply.blocks.checksums)) == (3, [])
 
     asyncio.run(scenario())
 

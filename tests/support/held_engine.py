@@ -132,6 +132,7 @@ async def held_engine(core: HeldCore, **settings: Any) -> AsyncIterator[Engine]:
             pool=pool,
             core_peers=core_peers,
             peers=peers,
+            sums=None,
             tasks=tasks,
             publisher=None,
         )

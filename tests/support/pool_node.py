@@ -175,6 +175,8 @@ class _Server:
             case "write":
                 for block_id in message["block_ids"]:
                     write_block(self.pool, block_id)
+            case "flip":
+                self.pool.blocks[message["block_id"], message["place"]] ^= 0x10
             case "churn":
                 self._churn = _churn_beside(self.pool, message["seconds"])
             case "churning":

@@ -27,6 +27,7 @@ from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.offers import OfferTable
 from pdmesh.security import MeshSecret
 from pdmesh.servers import grpc_server
+from pdmesh_kernels.block_sum import sum_blocks
 from pdmesh_kvcache.config import KVCacheConfig
 from pdmesh_kvcache.server import serve
 
@@ -93,8 +94,8 @@ class RunningTier:
         reply: pb.LookupReply = await self.stub.Lookup(request, timeout=timeout_s, metadata=self.metadata)
         return reply
 
-    async def end(self, transfer_id: str, *, committed: bool = True) -> bool:
-        request = pb.EndTransferRequest(transfer_id=transfer_id, committed=committed)
+    async def end(self, transfer_id: str, *, committed: bool = True, reason: str = "") -> bool:
+        request = pb.EndTransferRequest(transfer_id=transfer_id, committed=committed, reason=reason)
         reply: pb.EndTransferReply = await self.peer.EndTransfer(request, timeout=5, metadata=self.metadata)
         return reply.known
 
@@ -183,7 +184,12 @@ class Engine:
         generations: list[int] | None = None,
         layout: str = LAYOUT,
         owner_id: str = "",
+        checksums: list[int] | None = None,
     ) -> int:
+        if checksums is None:
+            # Some tests offer what there is not.
+            known = [block_id for block_id in block_ids if block_id < len(self.pool.blocks)]
+            checksums = sum_blocks(self.pool.blocks, known).tolist() if known == block_ids else []
         request = pb.StoreRequest(
             owner_id=owner_id or self.peer_id,
             owner_address=self.address,
@@ -193,6 +199,7 @@ class Engine:
             layout_fingerprint=layout,
             model_fingerprint=MODEL,
             block_bytes=self.pool.shape.block_bytes,
+            checksums=checksums,
         )
         reply: pb.StoreReply = await tier.stub.Store(request, timeout=5, metadata=tier.metadata)
         return reply.num_accepted
@@ -215,6 +222,7 @@ class Engine:
                     generations=list(reply.blocks.generations),
                     target_block_ids=list(range(len(ids))),
                     deadline_s=5.0,
+                    checksums=list(reply.blocks.checksums),
                 )
             )
             await asyncio.to_thread(select.select, [connector.fileno()], [], [], 10)

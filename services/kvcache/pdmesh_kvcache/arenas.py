@@ -128,6 +128,7 @@ class ArenaSet:
             num_slots=num_slots,
             block_bytes=block_bytes,
             on_evict=self._metrics.evictions.inc,
+            has_sums=self._config.kv_checksums,
         )
         host = await ArenaHost(
             arena,

@@ -23,6 +23,8 @@ class KVCacheConfig(ServiceConfig):
     """Seconds without a call after which a layout's part is given to a layout that asks for one."""
     connector: list[PoolConnector] = Field(default=["shm", "grpc"], min_length=1)
     """Ways to exchange KV, in order of preference, comma-separated; the first that both sides can is used."""
+    kv_checksums: bool = True
+    """Check a sum of each block's bytes when it arrives, keep it, and tell it to whoever fetches the block."""
     connector_options: str = ""
     """JSON with an object of options per connector, such as {"nixl": {"num_threads": 4}, "shm": {"throttle_bytes_s": "1G"}}."""
     max_keys: int = Field(default=65536, ge=1, le=1 << 20)

@@ -57,6 +57,7 @@ class ArenaHost:
                 model_fingerprint=self.arena.kind.model_fingerprint,
                 layout_fingerprints=[self.arena.kind.layout_fingerprint],
                 on_ended=self._on_ended,
+                sums=self.arena.sums,
             )
             reaper = asyncio.create_task(self._owner.run(), name=f"leases of {self.arena.peer_id}")
             stack.push_async_callback(_ended, reaper)
@@ -126,6 +127,19 @@ class ArenaHost:
         self.offers.release(transfer_id)
         self.owner.settle()
         self.index.unpin(lookup_pin(transfer_id))
+
+    async def discard_damaged(self, transfer_id: str) -> int:
+        """Look at what a lookup has pinned and make blocks invisible whose bytes have changed; returns how many."""
+        keys = self.index.pinned_by(lookup_pin(transfer_id))
+        pin_id = f"check {transfer_id}"
+        slots = self.index.pin(pin_id, keys)
+        try:
+            damaged = set(await asyncio.to_thread(self.arena.damaged, slots))
+            bad = [key for key, slot in zip(keys, slots, strict=True) if slot in damaged]
+            self.index.condemn(bad)
+        finally:
+            self.index.unpin(pin_id)
+        return len(bad)
 
     def _metadata_changed(self, connector: str, metadata: bytes) -> None:
         self.puller.metadata[connector] = metadata

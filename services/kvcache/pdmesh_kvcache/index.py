@@ -22,6 +22,8 @@ class Reservation:
 class _Pinned:
     slot: int
     count: int
+    is_condemned: bool = False
+    """Not visible any more; free when nothing pins it."""
 
 
 class SlotIndex:
@@ -55,7 +57,9 @@ class SlotIndex:
     def slot_of(self, key: bytes) -> int | None:
         """Slot of a held key; None when it is not visible."""
         pinned = self._pinned.get(key)
-        return self._idle.get(key) if pinned is None else pinned.slot
+        if pinned is None:
+            return self._idle.get(key)
+        return None if pinned.is_condemned else pinned.slot
 
     def is_known(self, key: bytes) -> bool:
         """Whether the key is held or on its way."""
@@ -69,6 +73,18 @@ class SlotIndex:
         """Call `on_settled` once, when a key that is filling has become visible or was given up."""
         assert key in self._filling, "only what is filling settles"
         self._watchers.setdefault(key, []).append(on_settled)
+
+    def pinned_by(self, pin_id: str) -> list[bytes]:
+        """What `pin_id` pins and is still visible."""
+        return [key for key in self._pins.get(pin_id, ()) if not self._pinned[key].is_condemned]
+
+    def condemn(self, keys: list[bytes]) -> None:
+        """Make held keys invisible for good; their slots are free when nothing pins them."""
+        for key in keys:
+            if (pinned := self._pinned.get(key)) is not None:
+                pinned.is_condemned = True
+            elif (slot := self._idle.pop(key, None)) is not None:
+                self._free.append(slot)
 
     def has_pin(self, pin_id: str) -> bool:
         """Whether `pin_id` pins anything."""
@@ -141,7 +157,10 @@ class SlotIndex:
             pinned.count -= 1
             if pinned.count == 0:
                 del self._pinned[key]
-                self._idle[key] = pinned.slot
+                if pinned.is_condemned:
+                    self._free.append(pinned.slot)
+                else:
+                    self._idle[key] = pinned.slot
         return True
 
     def check_integrity(self) -> None:

@@ -35,6 +35,7 @@ class Metrics:
         self.lookup_blocks = counter("lookup_blocks", "Blocks asked for by lookups.")
         self.hits = counter("hits", "Blocks that lookups found, by where.", "source")
         self.lookups_cut = counter("lookups_cut", "Lookups that returned less than there was, by cause.", "reason")
+        self.blocks_damaged = counter("damaged_blocks", "Blocks whose bytes changed in memory; discarded.")
         self.values_rejected = counter("values_rejected", "Values in Redis or Valkey that failed a check.", "reason")
         self.evictions = counter("evictions", "Blocks dropped from an arena for others.")
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import numpy as np
-
 from pdmesh.errors import DeadlineExceeded, PeerError
 from pdmesh.security import MeshSecret
 from pdmesh_kvcache.arena import Arena, BlockKind
@@ -145,7 +143,7 @@ class Promotion:
             except ValueRejected as exc:
                 rejected[each.key] = exc
             else:
-                arena.pool.blocks[each.slot] = np.frombuffer(payload, dtype=np.uint8)
+                arena.fill(each.slot, payload)
         return rejected
 
     def _reject(self, kind: BlockKind, key: bytes, error: ValueRejected) -> None:

@@ -131,7 +131,14 @@ class Puller:
         return peer
 
     async def pull(
-        self, peer: Peer, block_ids: list[int], generations: list[int], slots: list[int], deadline_s: float
+        self,
+        peer: Peer,
+        block_ids: list[int],
+        generations: list[int],
+        slots: list[int],
+        deadline_s: float,
+        *,
+        checksums: list[int],
     ) -> PullResult:
         """Copy blocks into reserved slots and wait until nothing writes to them any more, however it ends.
 
@@ -150,6 +157,7 @@ class Puller:
             generations=generations,
             target_block_ids=slots,
             deadline_s=deadline_s,
+            checksums=checksums,
         )
         self._num_pulls[peer.peer_id] += 1
         self._stop_timer(peer.peer_id)

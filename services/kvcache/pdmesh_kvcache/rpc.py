@@ -1,6 +1,7 @@
 """The tier on the wire: rpc service KVCache, and KVPeer handed on to the arena that each call is about."""
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pdmesh.connector.active import PullEnd
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
@@ -19,7 +21,10 @@ from pdmesh_kvcache.backing import Backing
 from pdmesh_kvcache.config import KVCacheConfig
 from pdmesh_kvcache.host import ArenaHost
 from pdmesh_kvcache.lookups import Lookups, Query
+from pdmesh_kvcache.metrics import Metrics
 from pdmesh_kvcache.stores import Offering, StoredBlock, Stores
+
+log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 MAX_ID_CHARS = 256
@@ -95,13 +100,16 @@ class TierServicer(mesh_pb2_grpc.KVCacheServicer):
         _check_id("owner_address", request.owner_address)
         if not len(keys) == len(request.block_ids) == len(request.generations):
             raise InvalidRequest("keys, block_ids and generations must be of equal length", param="keys")
+        if len(request.checksums) not in (0, len(keys)):
+            raise InvalidRequest("checksums: there must be one for each of keys, or none", param="checksums")
         _check_block_bytes(request.block_bytes)
-        located = zip(keys, request.block_ids, request.generations, strict=True)
+        checksums: list[int | None] = [*request.checksums] or [None] * len(keys)
+        located = zip(keys, request.block_ids, request.generations, checksums, strict=True)
         return Offering(
             kind=_kind_of(request),
             owner_id=request.owner_id,
             owner_address=request.owner_address,
-            blocks={key: StoredBlock(block_id, generation) for key, block_id, generation in located},
+            blocks={key: StoredBlock(block, word, checksum) for key, block, word, checksum in located},
             block_bytes=request.block_bytes,
         )
 
@@ -117,8 +125,9 @@ class TierServicer(mesh_pb2_grpc.KVCacheServicer):
 class TierPeer(mesh_pb2_grpc.KVPeerServicer):
     """KVPeer of a service with several pools: a consumer sees the arena of its own layout as the only one."""
 
-    def __init__(self, arenas: ArenaSet) -> None:
+    def __init__(self, arenas: ArenaSet, metrics: Metrics) -> None:
         self._arenas = arenas
+        self._metrics = metrics
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:
         """Introduce the arena of the caller's model and layout, made now if the caller says how large its blocks are."""
@@ -178,8 +187,17 @@ class TierPeer(mesh_pb2_grpc.KVPeerServicer):
             return pb.EndTransferReply(known=False, peer_id=self._arenas.peer_id)
         # Also of a lookup that is not there: it may be under way, and finds then that nobody waits for it.
         reply: pb.EndTransferReply = await host.owner.EndTransfer(request, context)
+        if request.reason == PullEnd.CORRUPT and not request.committed:
+            await self._discard_damaged(host, request.transfer_id)
         host.end_lookup(request.transfer_id)
         return reply
+
+    async def _discard_damaged(self, host: ArenaHost, transfer_id: str) -> None:
+        """Somebody got other bytes than were summed here: if they are damaged in the arena, nobody else shall get them."""
+        num = await host.discard_damaged(transfer_id)
+        if num:
+            self._metrics.blocks_damaged.inc(num)
+            log.error("%d blocks in memory are not what they were when they arrived, and are discarded", num)
 
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Context) -> AsyncIterator[pb.BlockChunk]:
         """Stream blocks of the arena that the caller shook hands with."""

@@ -68,7 +68,9 @@ async def serve(config: KVCacheConfig, life: Life) -> None:
         stack.push_async_callback(_drain, config, stores, writer)
         servicer = TierServicer(config, arenas=arenas, backing=backing, lookups=lookups, stores=stores)
         grpc_port = await stack.enter_async_context(
-            grpc_server(config.host, config.grpc_port, secret, lambda server: _register(server, servicer, arenas))
+            grpc_server(
+                config.host, config.grpc_port, secret, lambda server: _register(server, servicer, arenas, metrics)
+            )
         )
         port = await stack.enter_async_context(
             http_server(_http_app(metrics, backing, arenas), config.host, config.port)
@@ -89,9 +91,9 @@ def _load_secret(config: KVCacheConfig) -> MeshSecret:
     return secret
 
 
-def _register(server: grpc.aio.Server, servicer: TierServicer, arenas: ArenaSet) -> list[str]:
+def _register(server: grpc.aio.Server, servicer: TierServicer, arenas: ArenaSet, metrics: Metrics) -> list[str]:
     mesh_pb2_grpc.add_KVCacheServicer_to_server(servicer, server)
-    mesh_pb2_grpc.add_KVPeerServicer_to_server(TierPeer(arenas), server)
+    mesh_pb2_grpc.add_KVPeerServicer_to_server(TierPeer(arenas, metrics), server)
     services = pb.DESCRIPTOR.services_by_name
     return [services["KVCache"].full_name, services["KVPeer"].full_name]
 

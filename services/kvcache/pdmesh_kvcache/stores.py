@@ -22,6 +22,7 @@ from pdmesh_kvcache.config import KVCacheConfig
 from pdmesh_kvcache.host import ArenaHost
 from pdmesh_kvcache.index import Reservation
 from pdmesh_kvcache.metrics import Metrics
+from pdmesh_kvcache.seldom import Seldom
 from pdmesh_kvcache.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class StoreDrop(StrEnum):
     """Everything in the arena is pinned or arriving."""
     OWNER_GONE = "owner_gone"
     STALE = "stale"
+    CORRUPT = "corrupt"
+    """What arrived is not what the engine has summed."""
     TIMEOUT = "timeout"
     PULL_FAILED = "pull_failed"
 
@@ -51,6 +54,8 @@ class StoredBlock:
 
     block_id: int
     generation: int
+    checksum: int | None = None
+    """None: the engine did not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,6 +83,7 @@ class Stores:
         # Owners that a worker is trying to reach: one that does not answer must not keep all workers.
         self._reaching: set[str] = set()
         self._draining = False
+        self._corrupt = Seldom()
         self._changed = asyncio.Condition()
 
     @property
@@ -208,8 +214,8 @@ class Stores:
                 self._metrics.blocks_committed.inc(len(part))
                 self._writer.submit(host.arena, [each.key for each in part])
                 rest = rest[most:]
-            elif reason == PullEnd.STALE and len(part) > 1:
-                # An engine reuses the ends of chains first: what comes before the stale block is still worth having.
+            elif reason in (PullEnd.STALE, PullEnd.CORRUPT) and len(part) > 1:
+                # An engine reuses the ends of chains first: what comes before the bad block is still worth having.
                 most = len(part) // 2
             else:
                 host.index.abort(rest)
@@ -222,19 +228,30 @@ class Stores:
         if remaining_s <= 0:
             return PullEnd.TIMEOUT
         blocks = [store.blocks[each.key] for each in part]
+        checksums = [block.checksum for block in blocks if block.checksum is not None]
+        if host.arena.sums is None or len(checksums) < len(blocks):
+            checksums = []
         result = await host.puller.pull(
             peer,
             [block.block_id for block in blocks],
             [block.generation for block in blocks],
             [each.slot for each in part],
             remaining_s,
+            checksums=checksums,
         )
         self._metrics.pulled_bytes.inc(result.num_bytes)
+        if not result.reason:
+            slots = [each.slot for each in part]
+            if checksums:
+                host.arena.note_sums(slots, checksums)
+            else:
+                await asyncio.to_thread(host.arena.note_sums, slots, checksums)
         return result.reason
 
     def _give_up(self, store: Offering, host: ArenaHost, reason: str, num_blocks: int) -> None:
         drops = {
             PullEnd.STALE: StoreDrop.STALE,
+            PullEnd.CORRUPT: StoreDrop.CORRUPT,
             PullEnd.TIMEOUT: StoreDrop.TIMEOUT,
             PullEnd.PEER_LOST: StoreDrop.OWNER_GONE,
         }
@@ -244,6 +261,8 @@ class Stores:
             host.puller.peers.forget(store.owner_id)
         elif drop is not StoreDrop.STALE:
             self._metrics.errors.labels("pull").inc()
+            if drop is StoreDrop.CORRUPT and not self._corrupt.due(reason):
+                return
             log.warning("%d blocks of %s were not copied: %s", num_blocks, store.owner_id, reason)
 
     def _drop(self, reason: StoreDrop, num: int) -> None:

@@ -27,6 +27,8 @@ class WriteDrop(StrEnum):
     QUEUE_FULL = "queue_full"
     EVICTED = "evicted"
     TOO_LARGE = "too_large"
+    DAMAGED = "damaged"
+    """Its bytes have changed in memory; under a MAC they would pass for good."""
     FAILED = "failed"
 
 
@@ -123,6 +125,8 @@ class Writer:
             self._drop(WriteDrop.DOWN, len(batch))
             return
         values = await self._encoded(batch)
+        if not values:
+            return
         try:
             await self._backing.write(values)
         except PeerError:
@@ -157,7 +161,9 @@ class Writer:
         slots = [write.arena.index.pin(pin_id, [write.key])[0] for write in batch]
         encoding = asyncio.ensure_future(asyncio.to_thread(self._encode, batch, slots))
         try:
-            return await asyncio.shield(encoding)
+            values = await asyncio.shield(encoding)
+            self._drop(WriteDrop.DAMAGED, len(batch) - len(values))
+            return values
         finally:
             # A thread cannot be cancelled: the slots stay pinned until it has read them.
             await asyncio.wait([encoding])
@@ -167,6 +173,8 @@ class Writer:
     def _encode(self, batch: list[_Write], slots: list[int]) -> dict[str, bytes]:
         values: dict[str, bytes] = {}
         for write, slot in zip(batch, slots, strict=True):
+            if write.arena.damaged([slot]):
+                continue
             layout = write.arena.kind.layout_fingerprint
             payload = memoryview(write.arena.pool.blocks[slot])
             values[storage_key(layout, write.key)] = encode(self._secret, layout, write.key, payload)

@@ -98,6 +98,8 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """vLLM's JSON, such as {"kv_connector": "NixlConnector", "kv_role": "kv_both"}: its keys become the settings here."""
     connector: list[ConnectorName] = Field(default=["shm", "grpc"])
     """Ways to exchange KV, in order of preference, comma-separated; the first that both sides can is used."""
+    kv_checksums: bool = True
+    """Tell peers a sum of each block's bytes, and check theirs: damaged KV then fails like any other pull that failed."""
     connector_options: str = ""
     """JSON with an object of options per connector, such as {"nixl": {"num_threads": 4}, "shm": {"throttle_bytes_s": "1G"}}."""
     kv_peers: list[str] = Field(default=[])

@@ -20,6 +20,8 @@ class PullEnd(StrEnum):
     """Reasons of a pull that did not succeed, besides `error:<text>`."""
 
     STALE = "stale"
+    CORRUPT = "corrupt"
+    """The generations are right and the bytes are not."""
     TIMEOUT = "timeout"
     PEER_LOST = "peer_lost"
     CANCELLED = "cancelled"
@@ -157,7 +159,7 @@ class ActivePulls:
 def fault_of(pull: Pull, source: PoolShape, target: PoolShape) -> str:
     """Say what is wrong with a pull's block lists; empty when nothing is."""
     num = len(pull.source_block_ids)
-    if len(pull.target_block_ids) != num or len(pull.generations) != num:
+    if len(pull.target_block_ids) != num or len(pull.generations) != num or len(pull.checksums) not in (0, num):
         return error_reason("block lists differ in length")
     for ids, shape, side in ((pull.source_block_ids, source, "source"), (pull.target_block_ids, target, "target")):
         if ids and not 0 <= min(ids) <= max(ids) < shape.num_blocks:

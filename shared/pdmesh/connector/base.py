@@ -1,8 +1,10 @@
 """The connector interface: how blocks get from one pool into another, seen from the process that wants them.
 
 Everything that moves KV in pdmesh is a *pull*: a consumer copies blocks out of a pool that it may only read, then reads
-the generation words kept beside those blocks over the same transport, and compares. Prefill -> decode, engine -> tier and
-tier -> engine are the same operation on different pools. The owner does nothing during a pull but keep its memory alive.
+the generation words kept beside those blocks over the same transport, and compares. What arrives is summed block by block and
+compared with the sums that the owner told, so that damage on the way, or in the owner's memory, is found too. Prefill ->
+decode, engine -> tier and tier -> engine are the same operation on different pools. The owner does nothing during a pull but
+keep its memory alive.
 
 Two small classes, one per process: the worker's half below (register, connect, start, poll, cancel) sits where the pool is
 written; the scheduler's half (`ledger.py`) is a plain table of what is being loaded and what is held for offers.
@@ -10,7 +12,7 @@ written; the scheduler's half (`ledger.py`) is a plain table of what is being lo
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdmesh.connector.pool import KVPool
 from pdmesh.protocol.layout import Layout
@@ -42,6 +44,8 @@ class Pull:
     target_block_ids: list[int]
     deadline_s: float
     """Seconds from `start` after which the pull is given up."""
+    checksums: list[int] = field(default_factory=list)
+    """Expected sum of each source block; empty: not checked."""
     offer_id: str = ""
     """The offer that the blocks were promised with; empty: none."""
     connector: str = ""
@@ -71,8 +75,8 @@ class Published:
 class PullResult:
     transfer_id: str
     reason: str
-    """Empty: every block arrived and every generation matched. Else stale, timeout, peer_lost, cancelled, or
-    error:<text>; then the target blocks hold garbage and must not be read."""
+    """Empty: every block arrived and every generation matched. Else stale, corrupt, timeout, peer_lost, cancelled,
+    or error:<text>; then the target blocks hold garbage and must not be read."""
     num_bytes: int
     duration_s: float
 

@@ -13,11 +13,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from pdmesh.connector.active import ActivePulls, PullEnd, error_reason
 from pdmesh.connector.base import Pull
 from pdmesh.connector.file_format import Seals, file_name, read_contents, read_exactly
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.throttle import Throttle
+from pdmesh_kernels.block_sum import copy_blocks
 
 PIECE_BYTES = 8 << 20
 
@@ -56,11 +59,14 @@ class FilePull:
                 self._pulls.finish(self.pull.transfer_id, reason, num_bytes)
         self._timer.cancel()
 
-    def store(self, block_id: int, data: memoryview) -> None:
-        """Copy a block into the pool, while the pull goes on."""
+    def store(self, place: int, data: memoryview) -> bool:
+        """Copy the block at a place of the lists into the pool, while the pull goes on; whether it is what its owner summed."""
+        block = np.frombuffer(data, dtype=np.uint8)[None, :]
         with self._lock:
-            if not self._ended.is_set():
-                memoryview(self._pool.blocks[block_id])[:] = data
+            if self._ended.is_set():
+                return True
+            [checksum] = copy_blocks(self._pool.blocks, [self.pull.target_block_ids[place]], block, [0]).tolist()
+        return not self.pull.checksums or self.pull.checksums[place] == checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +143,8 @@ class FileReader:
                     mac = task.seals.of_block(pull.offer_id, *wanted[run.first + number], data)
                     if not hmac.compare_digest(mac, contents.macs[run.place + number]):
                         return error_reason("a block is not what its owner wrote")
-                    task.pull.store(pull.target_block_ids[run.first + number], data)
+                    if not task.pull.store(run.first + number, data):
+                        return PullEnd.CORRUPT
         finally:
             os.close(fd)
         return ""

@@ -23,6 +23,7 @@ from pdmesh.connector.pool import KVPool
 from pdmesh.connector.shm import check_block_bytes
 from pdmesh.connector.throttle import Throttle
 from pdmesh.security import MeshSecret
+from pdmesh_kernels.block_sum import copy_blocks
 
 if TYPE_CHECKING:
     from pdmesh.connector.grpc_peer import GrpcPeer, ReadCall
@@ -134,7 +135,9 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
                 if list(chunk.generations) != pull.generations[done : done + num]:
                     return PullEnd.STALE
                 blocks = np.frombuffer(chunk.data, dtype=np.uint8).reshape(num, peer.shape.block_bytes)
-                pool.blocks[pull.target_block_ids[done : done + num]] = blocks
+                sums = copy_blocks(pool.blocks, pull.target_block_ids[done : done + num], blocks, range(num))
+                if pull.checksums and sums.tolist() != pull.checksums[done : done + num]:
+                    return PullEnd.CORRUPT
                 done += num
         return "" if done == len(pull.source_block_ids) else error_reason("the owner sent fewer blocks than asked")
 

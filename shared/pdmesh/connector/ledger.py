@@ -24,7 +24,8 @@ class PullPlan:
 
     source_block_ids: list[int]
     generations: list[int]
-    """Of all groups, one after the other."""
+    checksums: list[int]
+    """Of all groups, one after the other; no checksums where a group has none."""
 
 
 @dataclass(slots=True)
@@ -107,7 +108,8 @@ def plan_pull(source: KVSource, *, firsts: list[int], block_size: int) -> PullPl
     end = -(-source.num_tokens // block_size)
     if source.num_tokens < 1 or not 0 < source.deadline_s < math.inf or len(source.groups) != len(firsts):
         raise TransferFailed("mismatch")
-    plan = PullPlan(source_block_ids=[], generations=[])
+    plan = PullPlan(source_block_ids=[], generations=[], checksums=[])
+    is_checked = all(len(blocks.checksums) == len(blocks.block_ids) for blocks in source.groups)
     for index, (blocks, first) in enumerate(zip(source.groups, firsts, strict=True)):
         if blocks.group != index or not blocks.is_sound or len(blocks.block_ids) != end - blocks.first_block:
             raise TransferFailed("mismatch")
@@ -117,4 +119,6 @@ def plan_pull(source: KVSource, *, firsts: list[int], block_size: int) -> PullPl
             raise TransferFailed("gap")
         plan.source_block_ids.extend(blocks.block_ids[first - blocks.first_block :])
         plan.generations.extend(blocks.generations[first - blocks.first_block :])
+        if is_checked:
+            plan.checksums.extend(blocks.checksums[first - blocks.first_block :])
     return plan if plan.source_block_ids else None

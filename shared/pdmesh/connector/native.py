@@ -122,6 +122,7 @@ class NativeConnector(ReadInPlace):
                     generations=pull.generations,
                     target_block_ids=pull.target_block_ids,
                     deadline_s=pull.deadline_s,
+                    checksums=pull.checksums,
                 )
             )
 

@@ -51,6 +51,8 @@ class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     target_block_ids: list[int]
     deadline_s: float
     """Seconds that are left."""
+    checksums: list[int]
+    """Empty: nothing is checked."""
 
 
 class CancelPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):

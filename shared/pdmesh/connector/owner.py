@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pdmesh.connector.checksums import PoolSums
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.publications import Publications
 from pdmesh.errors import HandshakeRefused, InvalidRequest, MeshError, Overloaded, TransferFailed
@@ -49,7 +50,8 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
 
     `pool` may be a read-only map. `connectors` is what the worker halves' `register` returned; `set_metadata` replaces
     one later. `on_ended` is called on the event loop, once for every offer whose blocks must be let go. Empty fingerprints
-    on either side mean "opaque blocks, whoever reads them checks their keys" (the tier) and match any.
+    on either side mean "opaque blocks, whoever reads them checks their keys" (the tier) and match any. `sums` tells consumers
+    what the blocks sum to; None: they check nothing.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         layout_fingerprints: list[str],
         on_ended: Callable[[EndedOffer], None],
         description: KVDescription | None = None,
+        sums: PoolSums | None = None,
     ) -> None:
         self.publications = Publications(connectors)
         self.offers = offers
+        self.sums = sums
         self._peer_id = peer_id
         self._pool = pool
         self._connectors = dict(connectors)
@@ -156,6 +160,8 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
             return begun_to_pb(Begun(peer_id=self._peer_id, error=exc))
         finally:
             self.settle()
+        if self.sums is not None:
+            view = replace(view, groups=await self.sums.of(view.groups, view.num_tokens))
         return begun_to_pb(Begun(peer_id=self._peer_id, view=view))
 
     async def RenewTransfers(self, request: pb.RenewTransfersRequest, context: Context) -> pb.RenewTransfersReply:

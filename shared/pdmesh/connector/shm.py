@@ -1,7 +1,7 @@
 """Connector `shm`: peers on one host; a pull is a memory copy out of the peer's mapped pool.
 
-One thread copies, whole runs of neighbouring blocks at a time (numpy drops the GIL meanwhile), and gives every pull a turn
-in the round. An owner that dies leaves its memory mapped and unchanged, and it gives a block its new generation before the
+One thread copies and sums in one pass, some blocks at a time (without Python's lock), and gives every pull a turn in the
+round. An owner that dies leaves its memory mapped and unchanged, and it gives a block its new generation before the
 first new byte; so a copy whose generations match is right even then. Pulls not yet complete end with `peer_lost`.
 """
 
@@ -10,8 +10,6 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
@@ -25,6 +23,7 @@ from pdmesh.connector.shm_socket import PoolListener, SharedPool, fetch_pool
 from pdmesh.connector.throttle import Throttle
 from pdmesh.errors import HandshakeRefused
 from pdmesh.security import MeshSecret
+from pdmesh_kernels.block_sum import copy_blocks
 
 log = logging.getLogger(__name__)
 
@@ -182,84 +181,63 @@ def check_block_bytes(peer: PeerPool, own: PoolShape) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Neighbouring blocks on both sides: one memory copy."""
-
-    source: int
-    target: int
-    num: int
-
-
 class _Copy:
     """One pull being carried out by the thread."""
 
     def __init__(
         self, active: ActivePull, source: SharedPool, target: KVPool, copy_bytes: int, throttle: Throttle
     ) -> None:
+        pull, block_bytes = active.pull, source.pool.shape.block_bytes
         self.active = active
         self.source = source
         self.due_s = 0.0
         """When there is something to do for it; until then only its end."""
+        self.num_bytes = len(pull.source_block_ids) * block_bytes
         self._target = target
-        self._copy_bytes = copy_bytes
         self._throttle = throttle
-        self._runs: Iterator[_Run] | None = None
-        self._booked: _Run | None = None
-        """What may be copied at `due_s`."""
-        self.num_bytes = len(active.pull.source_block_ids) * source.pool.shape.block_bytes
+        self._most = throttle.piece_blocks(block_bytes, copy_bytes)
+        self._source_ids = np.asarray(pull.source_block_ids, dtype=np.int64)
+        self._target_ids = np.asarray(pull.target_block_ids, dtype=np.int64)
+        self._wanted = np.asarray(pull.checksums, dtype=np.uint64)
+        self._num_done = 0
+        self._has_begun = False
+        self._is_booked = False
+        """Whether the next piece may be copied at `due_s`."""
 
     def step(self) -> str | None:
-        """Copy one run, or compare the generations when all are copied."""
+        """Copy one piece, or compare the generations when all are copied."""
         if reason := self.active.interruption():
             return reason
-        pull = self.active.pull
-        if self._runs is None:
+        if not self._has_begun:
             # First, or the frozen memory of an owner that has restarted would pass for overwritten blocks of a live one.
             if not self.source.owner_alive:
                 return PullEnd.PEER_LOST
             if not self._generations_match():
                 return PullEnd.STALE
-            most = self._throttle.piece_blocks(self.source.pool.shape.block_bytes, self._copy_bytes)
-            self._runs = _runs(pull.source_block_ids, pull.target_block_ids, most)
-        if self._booked is None and (run := next(self._runs, None)) is not None:
-            self._book(run)
-        run = self._booked
-        if run is None:
+            self._has_begun = True
+        piece = slice(self._num_done, self._num_done + self._most)
+        num_blocks = len(self._source_ids[piece])
+        if not num_blocks:
             # The words are read after the data: x86 keeps loads in order, elsewhere the GIL's mutex, released and taken
             # again around each copy, is the fence.
             return "" if self._generations_match() else PullEnd.STALE
+        if not self._is_booked:
+            due_s = self._throttle.book(num_blocks * self.source.pool.shape.block_bytes)
+            self._is_booked, self.due_s = True, min(due_s, self.active.deadline_s)
         if time.monotonic() < self.due_s:
             return None
         if not self.source.owner_alive:
             return PullEnd.PEER_LOST
-        self._booked = None
-        np.copyto(
-            self._target.blocks[run.target : run.target + run.num],
-            self.source.pool.blocks[run.source : run.source + run.num],
-        )
-        return None
+        self._is_booked, self._num_done = False, piece.stop
+        return None if self._copy(piece) else PullEnd.CORRUPT if self._generations_match() else PullEnd.STALE
 
-    def _book(self, run: "_Run") -> None:
-        self._booked = run
-        due_s = self._throttle.book(run.num * self.source.pool.shape.block_bytes)
-        self.due_s = min(due_s, self.active.deadline_s)
+    def _copy(self, piece: slice) -> bool:
+        """Copy blocks; whether they are those that the owner summed."""
+        sums = copy_blocks(
+            self._target.blocks, self._target_ids[piece], self.source.pool.blocks, self._source_ids[piece]
+        )
+        return not self._wanted.size or bool((sums == self._wanted[piece]).all())
 
     def _generations_match(self) -> bool:
         pull = self.active.pull
         return self.source.pool.generations_of(pull.source_block_ids) == pull.generations
-
-
-def _runs(source_ids: list[int], target_ids: list[int], most: int) -> Iterator[_Run]:
-    """Group pairs of blocks that are neighbours on both sides, at most `most` to a run."""
-    begin = 0
-    for end in range(1, len(source_ids) + 1):
-        goes_on = (
-            end < len(source_ids)
-            and end - begin < most
-            and source_ids[end] == source_ids[end - 1] + 1
-            and target_ids[end] == target_ids[end - 1] + 1
-        )
-        if not goes_on:
-            yield _Run(source_ids[begin], target_ids[begin], end - begin)
-            begin = end

@@ -68,6 +68,7 @@ class RemoteKV:
                 peer_id=source.peer_id,
                 source_block_ids=plan.source_block_ids,
                 generations=plan.generations,
+                checksums=plan.checksums,
                 target_block_ids=targets,
                 deadline_s=source.deadline_s,
                 offer_id=source.offer_id,

@@ -23,6 +23,7 @@ _FOR_PEERS = {
     "kv_role",
     "kv_transfer_config",
     "connector_options",
+    "kv_checksums",
     "kvcache",
     "kvcache_lookup_timeout_s",
     "kv_events_config",

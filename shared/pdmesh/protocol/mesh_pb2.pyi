@@ -901,6 +901,7 @@ class BlockList(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     first_block: _builtins.int
     """index, in the request, of the first: a sliding window needs only its last blocks"""
@@ -908,6 +909,10 @@ class BlockList(_message.Message):
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each block's bytes (kernels/pdmesh_kernels/block_sum); empty: not known, not checked"""
+
     def __init__(
         self,
         *,
@@ -915,10 +920,11 @@ class BlockList(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         generations: _abc.Iterable[_builtins.int] | None = ...,
         first_block: _builtins.int = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "first_block", b"first_block", "generations", b"generations", "group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "checksums", b"checksums", "first_block", b"first_block", "generations", b"generations", "group", b"group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1244,6 +1250,7 @@ class StoreRequest(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """engine_id@epoch of the pool that holds the blocks"""
     owner_address: _builtins.str
@@ -1258,6 +1265,10 @@ class StoreRequest(_message.Message):
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """as in BlockList"""
+
     def __init__(
         self,
         *,
@@ -1270,10 +1281,11 @@ class StoreRequest(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         model_fingerprint: _builtins.str = ...,
         block_bytes: _builtins.int = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_ids", b"block_ids", "generations", b"generations", "group", b"group", "keys", b"keys", "layout_fingerprint", b"layout_fingerprint", "model_fingerprint", b"model_fingerprint", "owner_address", b"owner_address", "owner_id", b"owner_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_ids", b"block_ids", "checksums", b"checksums", "generations", b"generations", "group", b"group", "keys", b"keys", "layout_fingerprint", b"layout_fingerprint", "model_fingerprint", b"model_fingerprint", "owner_address", b"owner_address", "owner_id", b"owner_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

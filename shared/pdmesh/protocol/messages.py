@@ -8,6 +8,7 @@ import msgspec
 # As wide as `mesh.proto` has them.
 MAX_GROUPS = MAX_BLOCK_IDS = 1 << 32
 MAX_GENERATIONS = 1 << 64
+MAX_CHECKSUMS = 1 << 64
 
 
 ExtraArg = bool | int | float | str | list[int | float | str]
@@ -85,6 +86,8 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     generations: list[int]
     first_block: int = 0
     """Index, in the request, of the first block listed: a sliding group lists only what its window needs."""
+    checksums: list[int] = []
+    """Sum of each block's bytes, as its owner has them; empty: not known, and so not checked."""
 
     @property
     def is_sound(self) -> bool:
@@ -95,6 +98,8 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             and len(self.block_ids) == len(self.generations)
             and all(0 <= block_id < MAX_BLOCK_IDS for block_id in self.block_ids)
             and all(0 <= generation < MAX_GENERATIONS for generation in self.generations)
+            and len(self.checksums) in (0, len(self.block_ids))
+            and all(0 <= checksum < MAX_CHECKSUMS for checksum in self.checksums)
         )
 
 

@@ -116,6 +116,7 @@ def blocks_to_pb(blocks: GroupBlocks) -> pb.BlockList:
         block_ids=blocks.block_ids,
         generations=blocks.generations,
         first_block=blocks.first_block,
+        checksums=blocks.checksums,
     )
 
 
@@ -126,6 +127,7 @@ def blocks_from_pb(message: pb.BlockList) -> GroupBlocks:
         block_ids=list(message.block_ids),
         generations=list(message.generations),
         first_block=message.first_block,
+        checksums=list(message.checksums),
     )
 
 

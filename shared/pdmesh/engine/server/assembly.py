@@ -8,6 +8,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from pdmesh.config import EngineConfig
+from pdmesh.connector.checksums import PoolSums
 from pdmesh.connector.peers import PeerDirectory
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.core_client import CoreClient
@@ -110,10 +111,13 @@ def assemble(
     pool: KVPool,
     core_peers: CorePeers,
     peers: PeerDirectory,
+    sums: PoolSums | None,
     tasks: Tasks,
     publisher: KVEventPublisher | None,
 ) -> Engine:
-    """Make all parts, each with what it needs of the others; `pool`, `peers` and `publisher` stay the caller's to close."""
+    """Make all parts, each with what it needs of the others. What is to be closed (`pool`, `peers`, `sums`, `publisher`) stays
+    the caller's.
+    """
     ready, registry, offers, table = core.ready, CollectorRegistry(), OfferTable(), RequestTable()
     board = LoadBoard(identity.epoch, offers)
     metrics = EngineMetrics(registry, identity, ready, board, peers.fallbacks)
@@ -127,6 +131,7 @@ def assemble(
         offers=offers,
         board=board,
         metrics=metrics,
+        sums=sums,
     )
     tier = None
     if config.kvcache and config.enable_prefix_caching and not ready.keeps_history:
@@ -140,6 +145,7 @@ def assemble(
             secret=secret,
             peers=peers,
             metrics=metrics,
+            sums=sums,
         )
     heart = Heart(core, timeout_s=config.core_timeout_s)
     info = describe(identity, ready, config)

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 # The core gives a pull up at its deadline; one that it has not reported by then is lost.
 REPORT_GRACE_S = 10.0
 NIXL = "nixl"
+MAX_CORRUPT_PEERS = 1024
 ABORTED = "aborted"
 """Reason of a pull whose request went away."""
 
@@ -84,6 +85,8 @@ class Fetches:
         self._tasks = tasks
         self._metrics = metrics
         self._open: dict[str, Fetch] = {}
+        self._corrupt: dict[str, None] = {}
+        """Peers of whose damaged KV the log has told; the oldest are forgotten."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -116,6 +119,8 @@ class Fetches:
         fetch = self._open.get(message.transfer_id)
         if fetch is None:
             return None
+        if message.reason == PullEnd.CORRUPT:
+            self._report_corrupt(fetch)
         metrics = self._metrics
         metrics.transfer_bytes.inc(fetch.connector, fetch.origin, amount=message.num_bytes)
         if fetch.connector == NIXL:
@@ -126,6 +131,20 @@ class Fetches:
                 metrics.nixl_failed.inc()
         self._end(fetch, message.committed, message.reason)
         return fetch
+
+    def _report_corrupt(self, fetch: Fetch) -> None:
+        """Once for each peer; every one is in the metric."""
+        if fetch.peer_id in self._corrupt:
+            return
+        self._corrupt[fetch.peer_id] = None
+        if len(self._corrupt) > MAX_CORRUPT_PEERS:
+            del self._corrupt[next(iter(self._corrupt))]
+        log.error(
+            "KV from %s over %s (transfer %s) is not what was summed there: memory or the way from it is damaged",
+            fetch.peer_id,
+            fetch.connector,
+            fetch.transfer_id,
+        )
 
     def failed(self, fetch: Fetch, reason: str) -> None:
         """The owner refused to begin, or could not be asked."""

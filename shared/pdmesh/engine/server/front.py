@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from pdmesh.config import EngineConfig
+from pdmesh.connector.checksums import PoolSums
 from pdmesh.connector.peers import PeerDirectory
 from pdmesh.engine.core_client import CoreClient
 from pdmesh.engine.kv_events_config import kv_events_config
@@ -54,6 +55,9 @@ async def serve_front(
     ):
         pool = core.pool()
         closing.callback(pool.close)
+        sums = PoolSums(pool, block_size=core.ready.block_size) if config.kv_checksums else None
+        if sums is not None:
+            closing.enter_context(sums)
         engine = assemble(
             config=config,
             identity=identity,
@@ -62,6 +66,7 @@ async def serve_front(
             pool=pool,
             core_peers=core_peers,
             peers=peers,
+            sums=sums,
             tasks=tasks,
             publisher=publisher,
         )

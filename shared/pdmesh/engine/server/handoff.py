@@ -5,6 +5,7 @@ a ticket for our proxy or into vLLM's parameters for a stock router. What ends a
 import secrets
 
 from pdmesh.config import EngineConfig
+from pdmesh.connector.checksums import PoolSums
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.messages import CoreReady, OfferPublished, OfferSealed, ReleaseOffer
@@ -34,6 +35,7 @@ class Handoff:
         offers: OfferTable,
         board: LoadBoard,
         metrics: EngineMetrics,
+        sums: PoolSums | None,
     ) -> None:
         self._stock_lease_s = config.kv_lease_duration_s
         self._identity = identity
@@ -53,6 +55,7 @@ class Handoff:
             layout_fingerprints=ready.layout_fingerprints,
             on_ended=self._ended,
             description=ready.description,
+            sums=sums,
         )
         """Answers the peers that fetch; its `run` ends leases."""
 
@@ -75,6 +78,9 @@ class Handoff:
         if self._offers.seal(message.offer_id, message.groups, message.num_tokens):
             self._sealed[message.offer_id] = message
             self.owner.publications.sealed(message.offer_id)
+            if self.owner.sums is not None:
+                # While the ticket is on its way.
+                self.owner.sums.prepare(message.groups, message.num_tokens)
         self.owner.settle()
 
     def published(self, message: OfferPublished) -> None:

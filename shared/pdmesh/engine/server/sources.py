@@ -142,11 +142,14 @@ class Sources:
     def _source(self, fetch: Fetch, view: OfferView, *, fail_policy: str) -> KVSource:
         """What the core is to pull, and how long that may take beside the pulls that are under way."""
         bound_s = self._times.bound_s(fetch.connector, self._fetches.num_bytes_under_way(fetch.connector))
+        groups = view.groups
+        if not self._config.kv_checksums:
+            groups = [msgspec.structs.replace(blocks, checksums=[]) for blocks in groups]
         return KVSource(
             transfer_id=fetch.transfer_id,
             peer_id=fetch.peer_id,
             connector=fetch.connector,
-            groups=view.groups,
+            groups=groups,
             num_tokens=view.num_tokens,
             fail_policy=fail_policy,
             deadline_s=min(bound_s, fetch.running.remaining_s),

@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 
 from pdmesh.channels import open_channel
+from pdmesh.connector.checksums import PoolSums
 from pdmesh.connector.handshake import translated
 from pdmesh.connector.peers import Ask, Peer, PeerDirectory
 from pdmesh.engine.messages import BlocksComputed, CoreReady
@@ -77,6 +78,7 @@ class TierClient:
         secret: MeshSecret,
         peers: PeerDirectory,
         metrics: EngineMetrics,
+        sums: PoolSums | None,
     ) -> None:
         self.address = address
         self._lookup_timeout_s = lookup_timeout_s
@@ -85,6 +87,7 @@ class TierClient:
         self._secret = secret
         self._peers = peers
         self._metrics = metrics
+        self._sums = sums
         self._channel = open_channel(address, secret)
         self._stub = KVCacheStub(self._channel)
         self._is_connected = False
@@ -205,6 +208,9 @@ class TierClient:
 
     async def _hand_over(self, computed: BlocksComputed) -> None:
         blocks = computed.blocks
+        if self._sums is not None:
+            num_tokens = (blocks.first_block + len(blocks.block_ids)) * self._ready.block_size
+            [blocks] = await self._sums.of([blocks], num_tokens)
         request = mesh_pb2.StoreRequest(
             owner_id=self._identity.peer_id,
             owner_address=self._identity.address,
@@ -215,6 +221,7 @@ class TierClient:
             layout_fingerprint=self._ready.layout_fingerprints[blocks.group],
             model_fingerprint=self._ready.model_fingerprint,
             block_bytes=self._ready.block_bytes,
+            checksums=blocks.checksums,
         )
         try:
             reply = await self._stub.Store(request, timeout=STORE_TIMEOUT_S, metadata=self._secret.call_metadata())

@@ -1,0 +1,125 @@
+"""The sums of a pool's blocks, as its owner tells them to those who pull: each content is summed once, away from the loop."""
+
+import asyncio
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pdmesh.connector.pool import KVPool
+from pdmesh.protocol.messages import MAX_GENERATIONS, GroupBlocks
+from pdmesh_kernels.block_sum import sum_blocks
+
+Ids = NDArray[np.int64]
+Words = NDArray[np.uint64]
+Flags = NDArray[np.bool_]
+
+
+class PoolSums:
+    """A context manager: leaving it waits for what is being summed. `pool` may be a read-only map and stays the caller's.
+
+    `block_size`: tokens of a block; the last one of a prompt may still grow when its request goes on, so that it is summed
+    anew each time that its content is promised to somebody. 0: all blocks are full.
+    """
+
+    def __init__(self, pool: KVPool, *, block_size: int = 0) -> None:
+        num_blocks = pool.shape.num_blocks
+        self._pool = pool
+        self._block_size = block_size
+        self._sums: Words = np.zeros(num_blocks, dtype=np.uint64)
+        self._generations: Words = np.full(num_blocks, MAX_GENERATIONS - 1, dtype=np.uint64)
+        """Of the content that was summed."""
+        self._is_full: Flags = np.zeros(num_blocks, dtype=np.bool_)
+        """Whether that content stays as long as the generation."""
+        self._begun: Future[None] | None = None
+        """The last of what `prepare` has begun."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sums")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is being summed."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def prepare(self, groups: Iterable[GroupBlocks], num_tokens: int) -> None:
+        """Begin to sum blocks that hold `num_tokens` from position 0 and are complete so far; returns at once."""
+        for blocks in groups:
+            missing = ~self._known(blocks, num_tokens)
+            # Summed before, but it may have grown.
+            missing[self._num_full(blocks, num_tokens) :] = True
+            if missing.any():
+                self._begun = self._thread.submit(self._sum, *self._picked(blocks, missing, num_tokens))
+
+    async def of(self, groups: list[GroupBlocks], num_tokens: int) -> list[GroupBlocks]:
+        """Return such blocks with their sums, which are computed now where they are not known yet."""
+        if self._begun is not None:
+            await asyncio.wrap_future(self._begun)
+            self._begun = None
+        loop = asyncio.get_running_loop()
+        for blocks in groups:
+            missing = ~self._known(blocks, num_tokens)
+            if missing.any():
+                await loop.run_in_executor(self._thread, self._sum, *self._picked(blocks, missing, num_tokens))
+        return [self.with_known(blocks) for blocks in groups]
+
+    def with_known(self, blocks: GroupBlocks) -> GroupBlocks:
+        """Return blocks with their sums if all are known already, else without."""
+        ids = _ids(blocks)
+        if not (self._generations[ids] == _generations(blocks)).all():
+            return blocks
+        return msgspec.structs.replace(blocks, checksums=self._sums[ids].tolist())
+
+    def note(self, block_ids: list[int], generations: list[int], sums: list[int]) -> None:
+        """Take in what full blocks sum to, from whoever knows it already."""
+        self._store(
+            np.asarray(block_ids, dtype=np.int64),
+            np.asarray(generations, dtype=np.uint64),
+            np.ones(len(block_ids), dtype=np.bool_),
+            np.asarray(sums, dtype=np.uint64),
+        )
+
+    def _num_full(self, blocks: GroupBlocks, num_tokens: int) -> int:
+        """How many of the blocks listed are full."""
+        if not self._block_size:
+            return len(blocks.block_ids)
+        return max(0, min(num_tokens // self._block_size - blocks.first_block, len(blocks.block_ids)))
+
+    def _known(self, blocks: GroupBlocks, num_tokens: int) -> Flags:
+        """Which of the blocks listed have a sum; that of one which has become full since does not count."""
+        ids, num_full = _ids(blocks), self._num_full(blocks, num_tokens)
+        known: Flags = self._generations[ids] == _generations(blocks)
+        known[:num_full] &= self._is_full[ids[:num_full]]
+        return known
+
+    def _picked(self, blocks: GroupBlocks, chosen: Flags, num_tokens: int) -> tuple[Ids, Words, Flags]:
+        """Ids and generations of some of the blocks listed, and which of them are full."""
+        is_full = np.flatnonzero(chosen) < self._num_full(blocks, num_tokens)
+        return _ids(blocks)[chosen], _generations(blocks)[chosen], is_full
+
+    def _sum(self, ids: Ids, generations: Words, is_full: Flags) -> None:
+        """Runs in the thread."""
+        self._store(ids, generations, is_full, sum_blocks(self._pool.blocks, ids))
+
+    def _store(self, ids: Ids, generations: Words, is_full: Flags, sums: Words) -> None:
+        # The generation last: whoever finds it finds the sum.
+        self._sums[ids] = sums
+        self._is_full[ids] = is_full
+        self._generations[ids] = generations
+
+
+def _ids(blocks: GroupBlocks) -> Ids:
+    return np.asarray(blocks.block_ids, dtype=np.int64)
+
+
+def _generations(blocks: GroupBlocks) -> Words:
+    return np.asarray(blocks.generations, dtype=np.uint64)

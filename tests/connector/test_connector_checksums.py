@@ -1,0 +1,120 @@
+"""The sums that an owner tells of its blocks: each content once, what may grow anew, nothing on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pdmesh.connector.checksums import PoolSums
+from pdmesh.connector.pool import KVPool, PoolShape
+from pdmesh.protocol.messages import GroupBlocks
+from pdmesh_kernels.block_sum import sum_blocks
+from support.pool_node import make_pool, write_block
+
+SHAPE = PoolShape(num_blocks=8, block_bytes=4096)
+BLOCK_SIZE = 16
+
+
+@pytest.fixture
+def pool() -> Iterator[KVPool]:
+    made = make_pool(SHAPE, filled=True)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sums(pool: KVPool) -> Iterator[PoolSums]:
+    with PoolSums(pool, block_size=BLOCK_SIZE) as made:
+        yield made
+
+
+def listed(pool: KVPool, block_ids: list[int], first_block: int = 0) -> GroupBlocks:
+    generations = pool.generations_of(block_ids)
+    return GroupBlocks(group=0, block_ids=block_ids, generations=generations, first_block=first_block)
+
+
+def told(sums: PoolSums, blocks: GroupBlocks, num_tokens: int) -> list[int]:
+    [with_sums] = asyncio.run(sums.of([blocks], num_tokens))
+    return with_sums.checksums
+
+
+def test_every_block_has_the_sum_of_its_bytes(pool: KVPool, sums: PoolSums) -> None:
+    assert told(sums, listed(pool, [5, 0, 3]), 48) == sum_blocks(pool.blocks, [5, 0, 3]).tolist()
+    assert told(sums, listed(pool, []), 48) == []
+
+
+def test_a_content_is_summed_once_so_that_later_damage_is_found(pool: KVPool, sums: PoolSums) -> None:
+    before = told(sums, listed(pool, [1, 2]), 32)
+    pool.blocks[1, 77] ^= 1
+    assert told(sums, listed(pool, [1, 2]), 32) == before
+    write_block(pool, 1)
+    assert told(sums, listed(pool, [1, 2]), 32) == sum_blocks(pool.blocks, [1, 2]).tolist()
+
+
+def test_a_block_that_is_not_full_is_summed_anew_when_it_is_promised_again(pool: KVPool, sums: PoolSums) -> None:
+    blocks = listed(pool, [1, 2])
+    sums.prepare([blocks], 20)
+    before = told(sums, blocks, 20)
+    # Its request goes on and fills it under the same generation.
+    pool.blocks[2, 3000:] = 9
+    assert told(sums, blocks, 20) == before
+    sums.prepare([blocks], 32)
+    after = told(sums, blocks, 32)
+    assert (after[0], after[1]) == (before[0], sum_blocks(pool.blocks, [2]).tolist()[0])
+    assert after[1] != before[1]
+    # Now it is full.
+    pool.blocks[2, 3000] ^= 1
+    sums.prepare([blocks], 32)
+    assert told(sums, blocks, 32) == after
+
+
+def test_blocks_of_a_window_are_full_by_their_place_in_the_prompt(pool: KVPool, sums: PoolSums) -> None:
+    blocks = listed(pool, [4, 5], first_block=3)
+    before = told(sums, blocks, 64 + 3)
+    pool.blocks[5] = 1
+    pool.blocks[4] = 1
+    sums.prepare([blocks], 64 + 3)
+    after = told(sums, blocks, 64 + 3)
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+
+
+def test_what_somebody_else_summed_is_kept_until_the_content_changes(pool: KVPool) -> None:
+    with PoolSums(pool) as sums:
+        blocks = listed(pool, [0, 1])
+        assert sums.with_known(blocks).checksums == []
+        sums.note([0, 1], blocks.generations, [7, 8])
+        assert sums.with_known(blocks).checksums == [7, 8]
+        write_block(pool, 0)
+        assert sums.with_known(listed(pool, [0, 1])).checksums == []
+
+
+def test_a_map_that_may_only_be_read_is_enough(pool: KVPool) -> None:
+    reader = KVPool(pool.fd, SHAPE, writable=False)
+    with PoolSums(reader, block_size=BLOCK_SIZE) as sums:
+        assert told(sums, listed(pool, [6]), 16) == sum_blocks(pool.blocks, [6]).tolist()
+    reader.close()
+
+
+def test_the_loop_goes_on_meanwhile(pool: KVPool, sums: PoolSums, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_sum = asyncio.Event()
+
+    def waiting(blocks: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        asyncio.run_coroutine_threadsafe(may_sum.wait(), loop).result(10)
+        return np.zeros(len(ids), dtype=np.uint64)
+
+    async def scene() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        asking = asyncio.create_task(sums.of([listed(pool, [0])], 16))
+        await asyncio.sleep(0)
+        may_sum.set()
+        [blocks] = await asyncio.wait_for(asking, 10)
+        assert blocks.checksums == [0]
+
+    loop: asyncio.AbstractEventLoop
+    monkeypatch.setattr("pdmesh.connector.checksums.sum_blocks", waiting)
+    asyncio.run(scene())
