@@ -116,6 +116,7 @@ blocks_of_groups = st.builds(
     block_ids=tokens,
     generations=st.lists(st.integers(0, (1 << 64) - 1)),
     first_block=count,
+    checksums=st.lists(st.integers(0, (1 << 64) - 1)),
 )
 
 
@@ -195,7 +196,7 @@ def test_no_field_of_the_structs_is_forgotten_by_the_tests() -> None:
         (GenerateRequest, 10),
         (ChoiceDelta, 16),
         (TokenLogprobs, 3),
-        (GroupBlocks, 4),
+        (GroupBlocks, 5),
     ):
         assert len(kind.__struct_fields__) == number, f"{kind.__name__} has changed: extend wire.py and this test"
 
