@@ -218,7 +218,11 @@ def test_new_content_is_stale_and_not_corrupt(name: str, own_node: Node) -> None
 
 
 def test_a_byte_that_was_flipped_in_the_owners_memory_is_found(name: str) -> None:
-    with pool_node(sorted({name, "shm"}), SHAPE, "mortal@1") as node, consumer(name) as made, consumer("shm") as other:
+    with (
+        pool_node(sorted({name, "shm"}), SHAPE, f"mortal@{next(_ids)}", options=OPTIONS) as node,
+        consumer(name) as made,
+        consumer("shm") as other,
+    ):
         made.connector.connect(node.pool_for(name))
         made.pull(node, [3], [3])
         assert made.result().reason == ""
