@@ -181,10 +181,15 @@ class Fleet:
         assert member.service is not None
         member.expected_end = True
         member.told_to_stop = number == signal.SIGTERM
-        # One that is told to end loses nobody.
-        self.proxy_deaths += member.kind == "proxy" and number == signal.SIGKILL
         self.watch_death(member)
+        # One that is told to end loses nobody.
+        kills_proxy = member.kind == "proxy" and number == signal.SIGKILL
+        self.proxy_deaths += kills_proxy
         member.service.process.send_signal(number)
+        # Also for those that came in between, and while the kernel takes it down.
+        if kills_proxy:
+            member.service.process.wait(STOP_S)
+            self.proxy_deaths += 1
 
     def watch_death(self, member: Member) -> None:
         """Note all processes of a service that is about to end: none may be there some seconds after it."""

@@ -18,7 +18,7 @@ from soak.watch import Watch
 from support.tiny_models import make_tiny
 
 NUM_SHAPES = 300
-NUM_WINDOWS = 6
+NUM_WINDOWS = 10
 """Times that the load pauses to see that nothing is held, the last one at the end."""
 TICK_S = 0.05
 SAY_S = 60.0
