@@ -25,7 +25,9 @@ from pdmesh.connector.publications import PUBLISHING
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.connector.shm import ShmMetadata
 from pdmesh.connector.shm_socket import fetch_pool
+from pdmesh.connector.staging import Lane, StagingArea
 from pdmesh.errors import HandshakeRefused
+from pdmesh.protocol.layout import Layout
 from pdmesh.security import MeshSecret
 from pdmesh_kernels.block_sum import sum_blocks
 from support.native_libraries import missing
@@ -53,6 +55,7 @@ class Consumer:
         shape: PoolShape = SHAPE,
         peer_id: str = "",
         options: dict[str, object] | None = None,
+        lane_bytes: int = 0,
     ) -> None:
         made = make_worker_connectors(
             [name],
@@ -63,6 +66,7 @@ class Consumer:
         self.name = name
         self.connector: WorkerConnector = made[name]
         self.pool: KVPool = make_pool(shape, filled=False)
+        self.pool.staging = StagingArea(lane_bytes) if lane_bytes else None
         self.connector.register(self.pool)
 
     def publish(self, node: Node, blocks: list[int]) -> str:
@@ -99,6 +103,8 @@ class Consumer:
 
     def close(self) -> None:
         self.connector.close()
+        if self.pool.staging is not None:
+            self.pool.staging.close()
         self.pool.close()
 
 
@@ -516,3 +522,61 @@ class _Traces:
             and self.num_pools <= before.num_pools
             and self.num_children <= before.num_children
         )
+
+
+# ---- blocks of another size, into the staging area ------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unlike(name: str, shared_node: Node) -> Iterator[Consumer]:
+    """A consumer whose own blocks are smaller, connected to convert."""
+    with consumer(name, shape=PoolShape(num_blocks=8, block_bytes=4096), lane_bytes=5 * SHAPE.block_bytes) as made:
+        layout = Layout(
+            layers=(0,), window=None, num_layers=1, num_kv_heads=1, head_dim=64, dtype="float32", block_size=128
+        )
+        made.connector.connect(replace(shared_node.pool_for(name), layouts=(layout,)))
+        yield made
+
+
+def test_blocks_of_another_size_land_in_a_lane(unlike: Consumer, shared_node: Node) -> None:
+    assert unlike.pool.staging is not None
+    lanes = [Lane(index, SHAPE.block_bytes) for index in (1, 3)]
+    pulls = [
+        unlike.pull(shared_node, source, target, lane=lane)
+        for lane, source, target in zip(lanes, ([7, 8, 2], [40]), ([0, 1, 4], [0]), strict=True)
+    ]
+    results = wait_for(unlike.connector, 2, DEADLINE_S)
+    assert {result.transfer_id: (result.reason, result.num_bytes) for result in results} == {
+        pull.transfer_id: ("", len(pull.source_block_ids) * SHAPE.block_bytes) for pull in pulls
+    }
+    for pull in pulls:
+        blocks = unlike.pool.target(pull.lane).blocks[pull.target_block_ids]
+        wanted = [word_of(block, word) for block, word in zip(pull.source_block_ids, pull.generations, strict=True)]
+        assert (blocks.view(np.uint64) == np.asarray(wanted, dtype=np.uint64)[:, None]).all()
+    # Nothing else was written to.
+    assert not unlike.pool.blocks.any()
+    assert not unlike.pool.target(Lane(0, SHAPE.block_bytes)).blocks.any()
+    assert not unlike.pool.target(lanes[0]).blocks[[2, 3]].any()
+
+
+@pytest.mark.parametrize(
+    ("target", "lane", "word"),
+    [
+        ([0], None, "do not fit"),
+        ([5], Lane(0, SHAPE.block_bytes), "outside the pool"),
+        ([0], Lane(0, 4096), "do not fit"),
+    ],
+    ids=["pool", "behind", "size"],
+)
+def test_a_pull_that_does_not_fit_its_lane_is_refused(
+    unlike: Consumer, shared_node: Node, target: list[int], lane: Lane | None, word: str
+) -> None:
+    unlike.pull(shared_node, [3], target, lane=lane)
+    result = unlike.result()
+    assert result.reason.startswith("error:")
+    assert word in result.reason
+
+
+def test_overwritten_blocks_in_a_lane_are_stale(unlike: Consumer, shared_node: Node) -> None:
+    unlike.pull(shared_node, [3, 4], [0, 1], lane=Lane(2, SHAPE.block_bytes), generations=[1, 1])
+    assert unlike.result().reason == "stale"

@@ -149,6 +149,8 @@ SILENT = candidate("m32", can_decode=True)
         (NARROW, [WIDE], "m32"),
         (NARROW, [OTHER], "x"),
         (NARROW, [], "m16"),
+        # One odd decode is not believed against those that prefills go with.
+        (None, [WIDE, WIDE, OTHER, NARROW], "m16"),
         # Engines of the release before tell no weights.
         (SILENT, [SILENT, candidate("m16", can_decode=True)], "m32"),
         (WIDE, [SILENT], "m32"),

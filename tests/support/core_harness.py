@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pdmesh.connector.base import WorkerConnector
 from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
+from pdmesh.connector.staging import StagingArea
 from pdmesh.engine.backend import Backend, ProgressCallback
 from pdmesh.engine.block_hash import BlockHasher
 from pdmesh.engine.block_key import root_key
@@ -44,6 +45,7 @@ class CoreHarness:
         connectors: dict[str, WorkerConnector] | None = None,
         backend: Backend | None = None,
         model: str = "",
+        lane_bytes: int = 0,
         **limits: float,
     ) -> None:
         self.backend = backend or FakeBackend(block_size, windows=windows or [0])
@@ -56,13 +58,14 @@ class CoreHarness:
         # What was in memory before must never be read.
         self.pool.blocks[:] = 0xAB
         self.backend.bind(self.pool)
+        self.pool.staging = StagingArea(lane_bytes) if lane_bytes else None
         self.connectors = connectors or {}
         self.metadata = {name: connector.register(self.pool) for name, connector in self.connectors.items()}
-        self.links = Links(self.connectors)
+        self.links = Links(self.connectors, self.pool)
         eos = frozenset(info.eos_token_ids)
         values = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "max_model_len": 200} | limits
         self.limits = Limits(vocab_size=info.vocab_size, eos_token_ids=eos, **values)
-        groups = [KVGroup(block_size, spec.kind, spec.window) for spec in info.groups]
+        self.groups = groups = [KVGroup(block_size, spec.kind, spec.window, spec.layout) for spec in info.groups]
         self.events = KVEventLog(groups) if with_events else None
         kv = KVManager(
             groups,
@@ -160,6 +163,8 @@ class CoreHarness:
         self.executor.close()
         self.links.close()
         self.backend.close()
+        if self.pool.staging is not None:
+            self.pool.staging.close()
         self.pool.close()
 
 

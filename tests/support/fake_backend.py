@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.backend import Backend, KVGroupSpec, ModelInfo, ProgressCallback, StepBatch
+from pdmesh.protocol.layout import Layout
 
 VOCAB_SIZE = 64
 EOS = 1
@@ -131,7 +132,8 @@ class FakeBackend(Backend):
     @property
     def _words(self) -> Words:
         assert self._pool is not None
-        return self._pool.blocks.view("<u4").reshape(self._pool.shape.num_blocks, -1, 2)
+        # As a layout's keys and values of one number each: all ids of a block, then all positions.
+        return self._pool.blocks.view("<u4").reshape(self._pool.shape.num_blocks, 2, -1).swapaxes(1, 2)
 
 
 def logits_after(token_ids: list[int], windows: tuple[int, ...] = FULL) -> torch.Tensor:
@@ -164,6 +166,15 @@ def _group(index: int, window: int, size: int) -> KVGroupSpec:
         block_bytes=size * WORD_BYTES,
         window=window,
         fingerprint=f"fake-{size}-{window}" if window else f"fake-{size}",
+        layout=Layout(
+            layers=(index,),
+            window=window or None,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            dtype="float32",
+            block_size=size,
+        ),
     )
 
 

@@ -4,7 +4,6 @@ Engines that decode must be alike to the last digit, or a request that is resume
 prefills may compute or keep its numbers in another dtype where decode converts its KV: the weights must be the same.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ def choose_model(current: KVNames | None, candidates: Sequence[Candidate]) -> KV
     """Return the names of the model to serve from now on; None while no engine has answered.
 
     The one in use stays while an engine has it. A prefill's gives way to that of the first decode with the same weights. When
-    nobody has it any more, the one that most engines have takes over, decodes before prefills.
+    nobody has it any more, the one takes over with which most engines can be used, a decode's before a prefill's.
     """
     decodes = [each.names for each in candidates if each.can_decode]
     voters = decodes or [each.names for each in candidates]
@@ -36,9 +35,7 @@ def choose_model(current: KVNames | None, candidates: Sequence[Candidate]) -> KV
         if not kin and any(each.names.model_fingerprint == current.model_fingerprint for each in candidates):
             return current
         voters = kin or voters
-    votes = Counter(names.model_fingerprint for names in voters)
-    chosen = votes.most_common(1)[0][0]
-    return next(names for names in voters if names.model_fingerprint == chosen)
+    return max(voters, key=lambda names: sum(serves(each, names) for each in candidates))
 
 
 def serves(candidate: Candidate, current: KVNames | None) -> bool:

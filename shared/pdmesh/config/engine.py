@@ -82,6 +82,9 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """Custom logits processors, as `module:Class`, beside those that installed packages name as entry points."""
     kv_cache_memory_bytes: AutoSize = Field(default=0, ge=0, le=1 << 60)
     """Size of the KV pool; 0: `gpu_memory_utilization` of free memory, at most 2 GiB on CPU."""
+    kv_staging_bytes: Size = Field(default=64 << 20, ge=0, le=1 << 40)
+    """Memory in which KV of a peer with another block size, dtype or backend is converted, a quarter of it at a time; taken
+    when it is first used. 0: such peers are refused."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
     """Share of the device's memory for weights and KV when `kv_cache_memory_bytes` is 0; on CPU a share of free memory."""
     watermark: float = Field(default=0.0, ge=0, lt=1)

@@ -161,6 +161,8 @@ def fault_of(pull: Pull, source: PoolShape, target: PoolShape) -> str:
     num = len(pull.source_block_ids)
     if len(pull.target_block_ids) != num or len(pull.generations) != num or len(pull.checksums) not in (0, num):
         return error_reason("block lists differ in length")
+    if source.block_bytes != target.block_bytes:
+        return error_reason(f"blocks of {source.block_bytes} bytes do not fit in those of {target.block_bytes}")
     for ids, shape, side in ((pull.source_block_ids, source, "source"), (pull.target_block_ids, target, "target")):
         if ids and not 0 <= min(ids) <= max(ids) < shape.num_blocks:
             return error_reason(f"a {side} block lies outside the pool")

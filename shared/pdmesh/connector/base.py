@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdmesh.connector.pool import KVPool
+from pdmesh.connector.staging import Lane
 from pdmesh.protocol.layout import Layout
 
 
@@ -50,6 +51,8 @@ class Pull:
     """The offer that the blocks were promised with; empty: none."""
     connector: str = ""
     """Over which, for who has several; empty: the one that the peer was connected over last."""
+    lane: Lane | None = None
+    """Not None: the blocks go into this lane of the pool's staging area, and have the lane's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

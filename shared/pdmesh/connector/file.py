@@ -21,7 +21,7 @@ from pdmesh.connector.file_format import OWNER_FILE, Seals, is_directory_name
 from pdmesh.connector.file_reader import FilePull, FileReader
 from pdmesh.connector.file_writer import PROOF_BYTES, FileWriter
 from pdmesh.connector.options import FileOptions
-from pdmesh.connector.pool import KVPool, PoolShape
+from pdmesh.connector.pool import KVPool, PoolShape, PullTarget
 from pdmesh.connector.shm import check_block_bytes
 from pdmesh.connector.throttle import Throttle
 from pdmesh.errors import ConfigError, HandshakeRefused
@@ -130,12 +130,12 @@ class FileConnector(FixedMetadata):
         peer = self._peers.get(pull.peer_id)
         if peer is None:
             self._pulls.finish(pull.transfer_id, PullEnd.PEER_LOST)
-        elif fault := fault_of(pull, peer[0], pool.shape):
+        elif fault := fault_of(pull, peer[0], (target := pool.target(pull.lane)).shape):
             self._pulls.finish(pull.transfer_id, fault)
         elif not pull.source_block_ids:
             self._pulls.finish(pull.transfer_id, "")
         else:
-            self._begin(pull, pool, peer[1])
+            self._begin(pull, target, peer[1])
 
     def poll(self) -> list[PullResult]:
         results = self._pulls.take()
@@ -164,19 +164,19 @@ class FileConnector(FixedMetadata):
         if (running := self._running.get(transfer_id)) is not None:
             running.end(reason)
 
-    def _begin(self, pull: Pull, pool: KVPool, seals: Seals) -> None:
+    def _begin(self, pull: Pull, target: PullTarget, seals: Seals) -> None:
         if pull.offer_id:
-            running = self._running[pull.transfer_id] = FilePull(pull, self._pulls, pool)
+            running = self._running[pull.transfer_id] = FilePull(pull, self._pulls, target)
             self._reader.read(running, self._path / pull.peer_id, seals)
         elif pull.peer_id == self._peer_id and self._writer is not None:
-            self._running[pull.transfer_id] = self._prove(pull, self._writer, pool)
+            self._running[pull.transfer_id] = self._prove(pull, self._writer, target)
         else:
             self._pulls.finish(pull.transfer_id, error_reason("only the blocks of offers are written to files"))
 
-    def _prove(self, pull: Pull, writer: FileWriter, pool: KVPool) -> FilePull:
+    def _prove(self, pull: Pull, writer: FileWriter, target: PullTarget) -> FilePull:
         """Pull from the own pool: what is to be read has to be written first."""
         offer_id = f"own/{pull.transfer_id}"
-        running = self._proofs[offer_id] = FilePull(replace(pull, offer_id=offer_id), self._pulls, pool)
+        running = self._proofs[offer_id] = FilePull(replace(pull, offer_id=offer_id), self._pulls, target)
         writer.publish(Publication(offer_id=offer_id, block_ids=pull.source_block_ids, generations=pull.generations))
         return running
 

@@ -18,7 +18,7 @@ import numpy as np
 from pdmesh.connector.active import ActivePulls, PullEnd, error_reason
 from pdmesh.connector.base import Pull
 from pdmesh.connector.file_format import Seals, file_name, read_contents, read_exactly
-from pdmesh.connector.pool import KVPool
+from pdmesh.connector.pool import PullTarget
 from pdmesh.connector.throttle import Throttle
 from pdmesh_kernels.block_sum import copy_blocks
 
@@ -28,11 +28,11 @@ PIECE_BYTES = 8 << 20
 class FilePull:
     """One pull under way. Its deadline is kept by a timer, whatever its thread waits for."""
 
-    def __init__(self, pull: Pull, pulls: ActivePulls, pool: KVPool) -> None:
+    def __init__(self, pull: Pull, pulls: ActivePulls, target: PullTarget) -> None:
         self.pull = pull
-        self.block_bytes = pool.shape.block_bytes
+        self.block_bytes = target.shape.block_bytes
         self._pulls = pulls
-        self._pool = pool
+        self._target = target
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._timer = threading.Timer(pull.deadline_s, self.end, [PullEnd.TIMEOUT])
@@ -65,7 +65,7 @@ class FilePull:
         with self._lock:
             if self._ended.is_set():
                 return True
-            [checksum] = copy_blocks(self._pool.blocks, [self.pull.target_block_ids[place]], block, [0]).tolist()
+            [checksum] = copy_blocks(self._target.blocks, [self.pull.target_block_ids[place]], block, [0]).tolist()
         return not self.pull.checksums or self.pull.checksums[place] == checksum
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from pdmesh.connector.active import ActivePull, ActivePulls, PullEnd, error_reason, fault_of
 from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.options import GrpcOptions
-from pdmesh.connector.pool import KVPool
+from pdmesh.connector.pool import KVPool, PullTarget
 from pdmesh.connector.shm import check_block_bytes
 from pdmesh.connector.throttle import Throttle
 from pdmesh.security import MeshSecret
@@ -80,10 +80,10 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
         peer = self._peers.get(pull.peer_id)
         if peer is None:
             self._pulls.finish(pull.transfer_id, PullEnd.PEER_LOST)
-        elif fault := fault_of(pull, peer.shape, pool.shape):
+        elif fault := fault_of(pull, peer.shape, (target := pool.target(pull.lane)).shape):
             self._pulls.finish(pull.transfer_id, fault)
         else:
-            self._threads.submit(self._pull, active, peer, pool)
+            self._threads.submit(self._pull, active, peer, target)
 
     def poll(self) -> list[PullResult]:
         return self._pulls.take()
@@ -114,17 +114,17 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
             raise RuntimeError("register a pool before anything is pulled")
         return self._pool
 
-    def _pull(self, active: ActivePull, peer: GrpcPeer, pool: KVPool) -> None:
+    def _pull(self, active: ActivePull, peer: GrpcPeer, target: PullTarget) -> None:
         """Carry out one pull; runs in a thread and ends it, whatever happens."""
         pull = active.pull
         try:
-            reason = active.interruption() or self._copy(active, peer, pool)
+            reason = active.interruption() or self._copy(active, peer, target)
         except Exception as exc:  # the thread's top
             reason = active.interruption() or peer.reason_of(exc)
         num_bytes = 0 if reason else len(pull.source_block_ids) * peer.shape.block_bytes
         self._pulls.finish(pull.transfer_id, reason, num_bytes)
 
-    def _copy(self, active: ActivePull, peer: GrpcPeer, pool: KVPool) -> str:
+    def _copy(self, active: ActivePull, peer: GrpcPeer, target: PullTarget) -> str:
         pull, done = active.pull, 0
         with self._reading(active, peer) as chunks:
             for chunk in chunks:
@@ -135,7 +135,7 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
                 if list(chunk.generations) != pull.generations[done : done + num]:
                     return PullEnd.STALE
                 blocks = np.frombuffer(chunk.data, dtype=np.uint8).reshape(num, peer.shape.block_bytes)
-                sums = copy_blocks(pool.blocks, pull.target_block_ids[done : done + num], blocks, range(num))
+                sums = copy_blocks(target.blocks, pull.target_block_ids[done : done + num], blocks, range(num))
                 if pull.checksums and sums.tolist() != pull.checksums[done : done + num]:
                     return PullEnd.CORRUPT
                 done += num

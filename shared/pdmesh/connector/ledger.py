@@ -39,6 +39,8 @@ class Load(Generic[OwnerT]):
     num_tokens: int
     """Tokens that need not be computed when it succeeds."""
     from_tier: bool
+    unnamed: frozenset[tuple[int, int]] = frozenset()
+    """(group, place) of blocks that will lack tokens which nobody waits for."""
     state: LandingState = LandingState.EXPECTED
     quarantined: BlockLists = field(default_factory=list)
     """References to the blocks, while they are."""

@@ -109,7 +109,7 @@ class NativeConnector(ReadInPlace):
         shape = self._peers.get(pull.peer_id)
         if shape is None:
             self._pulls.finish(pull.transfer_id, PullEnd.PEER_LOST)
-        elif fault := fault_of(pull, shape, pool.shape):
+        elif fault := fault_of(pull, shape, pool.target(pull.lane).shape):
             self._pulls.finish(pull.transfer_id, fault)
         elif not pull.source_block_ids:
             self._pulls.finish(pull.transfer_id, "")
@@ -123,6 +123,8 @@ class NativeConnector(ReadInPlace):
                     target_block_ids=pull.target_block_ids,
                     deadline_s=pull.deadline_s,
                     checksums=pull.checksums,
+                    lane=-1 if pull.lane is None else pull.lane.index,
+                    lane_block_bytes=shape.block_bytes,
                 )
             )
 

@@ -162,12 +162,13 @@ class NativeHelper:
             return why
 
     def _spawn(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
-        arguments = [str(theirs.fileno()), str(self._pool.fd)]
+        staging = self._pool.staging
+        descriptors = [theirs.fileno(), self._pool.fd, *([] if staging is None else [staging.fd])]
         transport = self._transport
         environment = transport.environment | (transport.loopback_environment if self._on_loopback else {})
         return subprocess.Popen(
-            tied_command("pdmesh.connector.native_process", *arguments),
-            pass_fds=(theirs.fileno(), self._pool.fd),
+            tied_command("pdmesh.connector.native_process", *map(str, descriptors)),
+            pass_fds=descriptors,
             env=environment | dict(os.environ) | self._options.variables,
             stdin=subprocess.DEVNULL,
             stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
@@ -183,6 +184,7 @@ class NativeHelper:
             on_loopback=self._on_loopback,
             num_blocks=shape.num_blocks,
             block_bytes=shape.block_bytes,
+            lane_bytes=0 if self._pool.staging is None else self._pool.staging.lane_bytes,
             num_threads=self._options.agent_threads,
             host=self._options.agent_host,
             throttle_bytes_s=self._options.throttle_bytes_s,

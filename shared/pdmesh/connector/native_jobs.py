@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from pdmesh.connector.active import PullEnd
 from pdmesh.connector.native_agent import Ranges
 from pdmesh.connector.native_messages import AgentConnected, ConnectAgent, FromHelper, PullEnded, StartPull
-from pdmesh.connector.pool import KVPool, PoolShape
+from pdmesh.connector.pool import KVPool, PoolShape, PullTarget
+from pdmesh.connector.staging import MAX_LANE_BLOCKS, NUM_LANES, Lane, StagingArea
 from pdmesh.connector.throttle import Throttle
 from pdmesh_kernels.block_sum import sum_blocks
 
@@ -35,19 +36,35 @@ PIECE_BYTES = 8 << 20
 class Memory:
     """All that is registered: the pool, and a private page run with received words, received proofs and the own proof."""
 
-    def __init__(self, pool_fd: int, shape: PoolShape) -> None:
+    def __init__(self, pool_fd: int, shape: PoolShape, staging: StagingArea | None = None) -> None:
         self.shape = shape
         self.pool = KVPool(pool_fd, shape, writable=True)
+        self.pool.staging = staging
         self.base = _address(self.pool.generations)
         num_proof_bytes = (NUM_PROOF_SLOTS + 1) * PROOF_BYTES
-        self.scratch_bytes = shape.num_blocks * WORD_BYTES + num_proof_bytes
+        num_words = shape.num_blocks + (0 if staging is None else NUM_LANES * MAX_LANE_BLOCKS)
+        self.scratch_bytes = num_words * WORD_BYTES + num_proof_bytes
         scratch = mmap.mmap(-1, self.scratch_bytes)
-        self.words: NDArray[np.uint64] = np.frombuffer(scratch, dtype="<u8", count=shape.num_blocks)
-        """Generation words as read, indexed by target block: two pulls never have one in common."""
-        self.proofs = np.frombuffer(scratch, dtype=np.uint8, offset=shape.num_blocks * WORD_BYTES)
+        self.words: NDArray[np.uint64] = np.frombuffer(scratch, dtype="<u8", count=num_words)
+        """Generation words as read, indexed by target block, behind the pool's the lanes': no two pulls share one."""
+        self.proofs = np.frombuffer(scratch, dtype=np.uint8, offset=num_words * WORD_BYTES)
         self.proofs = self.proofs.reshape(NUM_PROOF_SLOTS + 1, PROOF_BYTES)
         self.own_proof = secrets.token_bytes(PROOF_BYTES)
         self.proofs[-1] = np.frombuffer(self.own_proof, dtype=np.uint8)
+
+    @property
+    def staging_address(self) -> int:
+        assert self.pool.staging is not None
+        return _address(self.pool.staging.bytes)
+
+    def place(self, message: StartPull) -> "Place":
+        """Return where a pull's blocks and words go."""
+        if message.lane < 0:
+            target = self.pool.target(None)
+            return Place(target, _address(target.blocks), 0)
+        lane = Lane(message.lane, message.lane_block_bytes)
+        target = self.pool.target(lane)
+        return Place(target, _address(target.blocks), self.shape.num_blocks + lane.first_word)
 
     @property
     def scratch_address(self) -> int:
@@ -64,6 +81,17 @@ class Peer:
 
     name: str
     message: ConnectAgent
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a pull's blocks go, and their generation words."""
+
+    target: PullTarget
+    address: int
+    """Of the first block that could be named."""
+    first_word: int
+    """Place of its word."""
 
 
 class _Stage(Enum):
@@ -131,6 +159,7 @@ class PullJob:
         self._deadline_s = time.monotonic() + message.deadline_s
         self._stage = _Stage.DATA
         self._throttle = throttle
+        self._place = memory.place(message)
         self._pieces = self._split()
         self._piece = slice(0)
         """What is being read."""
@@ -163,7 +192,7 @@ class PullJob:
                 self._read_words()
             self._check(arrived)
             return None
-        received = self._memory.words[self.message.target_block_ids]
+        received = self._memory.words[self._words]
         if [int(word) for word in received] != self.message.generations:
             return self._ended(PullEnd.STALE)
         return self._ended(PullEnd.CORRUPT if self._is_damaged else "")
@@ -174,43 +203,48 @@ class PullJob:
     def _split(self) -> deque[slice]:
         """Places in the block lists that are read at once; all of them where nothing is checked and there is no throttle."""
         num = len(self.message.target_block_ids)
-        block_bytes = self._memory.shape.block_bytes
+        block_bytes = self._place.target.shape.block_bytes
         most = self._throttle.piece_blocks(block_bytes, PIECE_BYTES if self.message.checksums else num * block_bytes)
         return deque(slice(begin, begin + most) for begin in range(0, num, most))
 
     def _next_piece(self) -> None:
         """Book the first piece that is left, and begin to read it unless it has to wait."""
         piece = self._pieces[0]
-        num_bytes = len(self.message.target_block_ids[piece]) * self._memory.shape.block_bytes
+        num_bytes = len(self.message.target_block_ids[piece]) * self._place.target.shape.block_bytes
         self.handle = None
         self.due_s = min(self._throttle.book(num_bytes), self._deadline_s)
         if not self.due_s:
             self._read_piece()
 
     def _read_piece(self) -> None:
-        piece, shape, peer = self._pieces.popleft(), self._memory.shape, self.peer.message
+        piece, peer = self._pieces.popleft(), self.peer.message
         self._piece = piece
+        block_bytes = self._place.target.shape.block_bytes
         targets = np.asarray(self.message.target_block_ids[piece], dtype=np.uint64)
         sources = np.asarray(self.message.source_block_ids[piece], dtype=np.uint64)
-        local = targets * np.uint64(shape.block_bytes) + np.uint64(self._memory.base + shape.header_bytes)
-        remote = sources * np.uint64(shape.block_bytes) + np.uint64(peer.base + peer.header_bytes)
-        self.handle = self._read(_ranges(local, shape.block_bytes), _ranges(remote, shape.block_bytes), self.peer)
+        local = targets * np.uint64(block_bytes) + np.uint64(self._place.address)
+        remote = sources * np.uint64(block_bytes) + np.uint64(peer.base + peer.header_bytes)
+        self.handle = self._read(_ranges(local, block_bytes), _ranges(remote, block_bytes), self.peer)
+
+    @property
+    def _words(self) -> NDArray[np.uint64]:
+        """Places of its blocks' words among those received."""
+        return np.asarray(self.message.target_block_ids, dtype=np.uint64) + np.uint64(self._place.first_word)
 
     def _check(self, piece: slice) -> None:
         """Sum what has arrived. A millisecond at most, which other jobs wait: the transport's own threads read on meanwhile."""
         if self._wanted.size:
-            sums = sum_blocks(self._memory.pool.blocks, self.message.target_block_ids[piece])
+            sums = sum_blocks(self._place.target.blocks, self.message.target_block_ids[piece])
             self._is_damaged |= bool((sums != self._wanted[piece]).any())
 
     def _read_words(self) -> None:
-        targets = np.asarray(self.message.target_block_ids, dtype=np.uint64)
         sources = np.asarray(self.message.source_block_ids, dtype=np.uint64)
-        local = targets * np.uint64(WORD_BYTES) + np.uint64(self._memory.scratch_address)
+        local = self._words * np.uint64(WORD_BYTES) + np.uint64(self._memory.scratch_address)
         remote = sources * np.uint64(WORD_BYTES) + np.uint64(self.peer.message.base)
         self.handle = self._read(_ranges(local, WORD_BYTES), _ranges(remote, WORD_BYTES), self.peer)
 
     def _ended(self, reason: str) -> PullEnded:
-        num_bytes = 0 if reason else len(self.message.source_block_ids) * self._memory.shape.block_bytes
+        num_bytes = 0 if reason else len(self.message.source_block_ids) * self._place.target.shape.block_bytes
         return PullEnded(transfer_id=self.message.transfer_id, reason=reason, num_bytes=num_bytes)
 
 

@@ -17,6 +17,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     on_loopback: bool
     num_blocks: int
     block_bytes: int
+    lane_bytes: int = 0
+    """Of the staging area, whose descriptor is inherited too; 0: there is none."""
     num_threads: int = 0
     """Of the agent; 0: its default."""
     host: str = ""
@@ -53,6 +55,10 @@ class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Seconds that are left."""
     checksums: list[int]
     """Empty: nothing is checked."""
+    lane: int = -1
+    """Of the staging area, to read into; -1: into the pool."""
+    lane_block_bytes: int = 0
+    """Of a block there."""
 
 
 class CancelPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,8 +1,9 @@
 """A native helper process: an agent over the engine's pool, so that a crash in native code fails transfers and not the engine.
 
-Started tied to the engine (`pdmesh.parent`), with SOCKET_FD and POOL_FD as arguments. It sleeps on its socket, looks at
-its agent every fraction of a millisecond only while reads run, and ends with its parent. A read that was posted cannot be taken
-back: a cancelled pull ends when the agent says that its read has, and the engine kills this process when that takes too long.
+Started tied to the engine (`pdmesh.parent`), with SOCKET_FD, POOL_FD and, if there is one, STAGING_FD as arguments. It sleeps
+on its socket, looks at its agent every fraction of a millisecond only while reads run, and ends with its parent. A read that was
+posted cannot be taken back: a cancelled pull ends when the agent says that its read has, and the engine kills this process when
+that takes too long.
 """
 
 import os
@@ -34,6 +35,7 @@ from pdmesh.connector.native_messages import (
     to_helper_decoder,
 )
 from pdmesh.connector.pool import PoolShape
+from pdmesh.connector.staging import StagingArea
 from pdmesh.connector.throttle import Throttle
 
 ArgumentT = TypeVar("ArgumentT")
@@ -195,7 +197,7 @@ def _quietly(call: Callable[[ArgumentT], None], argument: ArgumentT) -> bool:
 
 def main() -> None:
     """Serve one engine until it closes the socket."""
-    socket_fd, pool_fd = (int(argument) for argument in sys.argv[1:3])
+    socket_fd, *memory_fds = (int(argument) for argument in sys.argv[1:])
     # Ctrl-C reaches the whole process group; the engine decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=socket_fd)
@@ -212,7 +214,7 @@ def main() -> None:
             for body in frames.feed(data):
                 message = to_helper_decoder.decode(body)
                 if isinstance(message, Setup):
-                    helper = _set_up(connection, message, pool_fd)
+                    helper = _set_up(connection, message, memory_fds)
                 elif helper is not None:
                     answers += helper.handle(message)
         if helper is not None:
@@ -221,9 +223,10 @@ def main() -> None:
             connection.sendall(b"".join(frame(answer) for answer in answers))
 
 
-def _set_up(connection: socket.socket, message: Setup, pool_fd: int) -> Helper:
+def _set_up(connection: socket.socket, message: Setup, memory_fds: list[int]) -> Helper:
     try:
-        memory = Memory(pool_fd, PoolShape(message.num_blocks, message.block_bytes))
+        staging = StagingArea(message.lane_bytes, memory_fds[1]) if message.lane_bytes else None
+        memory = Memory(memory_fds[0], PoolShape(message.num_blocks, message.block_bytes), staging)
         agent = make_agent(
             message.transport,
             AgentSettings(
@@ -235,6 +238,8 @@ def _set_up(connection: socket.socket, message: Setup, pool_fd: int) -> Helper:
         )
         agent.register(memory.base, memory.shape.total_bytes)
         agent.register(memory.scratch_address, memory.scratch_bytes)
+        if staging is not None:
+            agent.register(memory.staging_address, staging.total_bytes)
     except Exception as exc:  # the process's top: the engine decides what to do without it
         connection.sendall(frame(HelperFailed(message=str(exc))))
         os._exit(1)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pdmesh.connector.staging import Lane, StagingArea
+
 PAGE_BYTES = 4096
 
 
@@ -34,6 +36,14 @@ class PoolShape:
         return self.header_bytes + self.num_blocks * self.block_bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PullTarget:
+    """Blocks that a pull writes to, uint8 [num_blocks, block_bytes]."""
+
+    shape: PoolShape
+    blocks: NDArray[np.uint8]
+
+
 class KVPool:
     """A mapped pool. `generations` is uint64 [num_blocks], `blocks` uint8 [num_blocks, block_bytes].
 
@@ -45,6 +55,8 @@ class KVPool:
         self.shape = shape
         self.writable = writable
         access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        self.staging: StagingArea | None = None
+        """Where blocks of other sizes may be pulled to; the caller's to set before a connector registers the pool."""
         self._map = mmap.mmap(self.fd, shape.total_bytes, flags=mmap.MAP_SHARED, prot=access)
         self.generations: NDArray[np.uint64] = np.frombuffer(self._map, dtype="<u8", count=shape.num_blocks)
         self.blocks: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8, offset=shape.header_bytes).reshape(
@@ -54,6 +66,18 @@ class KVPool:
     def bump(self, block_ids: list[int]) -> None:
         """Give each block a new generation; call before its content changes hands."""
         self.generations[block_ids] += np.uint64(1)
+
+    def target(self, lane: Lane | None) -> "PullTarget":
+        """Return the blocks that a pull writes to: this pool's, or those of a lane of its staging area.
+
+        Raises ValueError for a lane that is not there.
+        """
+        if lane is None:
+            return PullTarget(self.shape, self.blocks)
+        if self.staging is None:
+            raise ValueError("this pool has no staging area")
+        blocks = self.staging.blocks(lane)
+        return PullTarget(PoolShape(len(blocks), lane.block_bytes), blocks)
 
     def generations_of(self, block_ids: list[int]) -> list[int]:
         return [int(word) for word in self.generations[block_ids]]

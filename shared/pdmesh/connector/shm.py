@@ -18,7 +18,7 @@ import numpy as np
 from pdmesh.connector.active import ActivePull, ActivePulls, PullEnd, error_reason, fault_of
 from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.options import ShmOptions
-from pdmesh.connector.pool import KVPool, PoolShape
+from pdmesh.connector.pool import KVPool, PoolShape, PullTarget
 from pdmesh.connector.shm_socket import PoolListener, SharedPool, fetch_pool
 from pdmesh.connector.throttle import Throttle
 from pdmesh.errors import HandshakeRefused
@@ -85,10 +85,10 @@ class ShmConnector(FixedMetadata, ReadInPlace):
         shared = self._peers.get(pull.peer_id)
         if shared is None:
             self._pulls.finish(pull.transfer_id, PullEnd.PEER_LOST)
-        elif fault := fault_of(pull, shared.pool.shape, pool.shape):
+        elif fault := fault_of(pull, shared.pool.shape, (target := pool.target(pull.lane)).shape):
             self._pulls.finish(pull.transfer_id, fault)
         else:
-            self._tasks.put(_Copy(active, shared, pool, self._options.copy_bytes, self._throttle))
+            self._tasks.put(_Copy(active, shared, target, self._options.copy_bytes, self._throttle))
 
     def poll(self) -> list[PullResult]:
         return self._pulls.take()
@@ -174,8 +174,8 @@ def _patience_s(copies: "deque[_Copy]") -> float | None:
 
 
 def check_block_bytes(peer: PeerPool, own: PoolShape) -> None:
-    """Raise HandshakeRefused when a peer's blocks cannot become ours."""
-    if peer.block_bytes != own.block_bytes:
+    """Raise HandshakeRefused when a peer's blocks cannot become ours as they are, nor are meant to."""
+    if not peer.layouts and peer.block_bytes != own.block_bytes:
         raise HandshakeRefused(
             f"a block of {peer.peer_id} has {peer.block_bytes} bytes, one of this pool {own.block_bytes}"
         )
@@ -185,7 +185,7 @@ class _Copy:
     """One pull being carried out by the thread."""
 
     def __init__(
-        self, active: ActivePull, source: SharedPool, target: KVPool, copy_bytes: int, throttle: Throttle
+        self, active: ActivePull, source: SharedPool, target: PullTarget, copy_bytes: int, throttle: Throttle
     ) -> None:
         pull, block_bytes = active.pull, source.pool.shape.block_bytes
         self.active = active

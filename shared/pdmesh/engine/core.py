@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from pdmesh.connector.base import Publication, Pull
+from pdmesh.engine.conversion import ConvertingPull
 from pdmesh.engine.executor import Executor
 from pdmesh.engine.kv_events import KVEventLog
 from pdmesh.engine.links import Links
@@ -82,7 +83,7 @@ class Core:
         if self_pulls is not None:
             scheduler.state.borrowers.append(lambda: self_pulls.blocks)
         self._under_way: deque[Schedule] = deque()
-        self._pulls: deque[tuple[int, Pull]] = deque()
+        self._pulls: deque[tuple[int, Pull | ConvertingPull]] = deque()
         """Pulls, and the number of steps that must have ended first: those may still write where the pull will."""
         self._num_unsafe = 0
         """As many steps must have ended before blocks that are free now are written to by anything but a later step."""
@@ -283,6 +284,7 @@ class Core:
             steps=self._executor.num_ended,
             step_tokens=self._step_tokens if has_stepped else 0,
             max_step_tokens=self._max_step_tokens,
+            num_lanes_used=self._links.num_lanes_used,
             undecodable_messages=self._inbox.num_dropped,
         )
         self._send(

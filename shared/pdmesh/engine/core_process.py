@@ -19,6 +19,7 @@ from pdmesh.connector.base import WorkerConnector
 from pdmesh.connector.options import connector_options
 from pdmesh.connector.pool import KVPool, PoolShape, size_pool_file
 from pdmesh.connector.registry import make_worker_connectors
+from pdmesh.connector.staging import NUM_LANES, StagingArea
 from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback
 from pdmesh.engine.backends import ChosenBackend, make_backend
 from pdmesh.engine.batch_defaults import resolve_batch
@@ -98,7 +99,7 @@ def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
         config = resolve_batch(config, backend.device, offline=launch.offline, max_model_len=longest)
         sizes = resolve_sizes(config, info, measure_pool_bytes(config, backend))
         with (
-            _bound_pool(launch.pool_fd, backend, info, sizes) as pool,
+            _bound_pool(config, launch.pool_fd, backend, info, sizes) as pool,
             _links(launch, config, pool) as links,
             contextlib.closing(_executor(config, backend, info, sizes, processors)) as executor,
         ):
@@ -119,11 +120,25 @@ def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
 
 
 @contextlib.contextmanager
-def _bound_pool(fd: int, backend: Backend, info: ModelInfo, sizes: Sizes) -> Iterator[KVPool]:
+def _bound_pool(config: EngineConfig, fd: int, backend: Backend, info: ModelInfo, sizes: Sizes) -> Iterator[KVPool]:
     shape = PoolShape(sizes.num_blocks, info.groups[0].block_bytes)
-    with contextlib.closing(_open_pool(fd, shape)) as pool:
+    with contextlib.closing(_open_pool(fd, shape)) as pool, contextlib.ExitStack() as closing:
         backend.bind(pool)
+        pool.staging = _staging(config, info)
+        if pool.staging is not None:
+            closing.callback(pool.staging.close)
         yield pool
+
+
+def _staging(config: EngineConfig, info: ModelInfo) -> StagingArea | None:
+    """Make room for blocks of other layouts, where they can be converted and are wanted."""
+    lane_bytes = config.kv_staging_bytes // NUM_LANES
+    if not _told_layouts(info) or not config.kv_staging_bytes or config.kv_role == "kv_producer":
+        return None
+    try:
+        return StagingArea(lane_bytes)
+    except (OSError, ValueError, OverflowError) as exc:
+        raise ConfigError(f"kv-staging-bytes {config.kv_staging_bytes}: {exc}") from exc
 
 
 def _open_pool(fd: int, shape: PoolShape) -> KVPool:
@@ -158,7 +173,7 @@ def _links(launch: Launch, config: EngineConfig, pool: KVPool) -> Iterator[_Regi
         for connector in connectors.values():
             connector.close()
         raise
-    links = Links(connectors)
+    links = Links(connectors, pool)
     with contextlib.closing(links):
         yield _RegisteredLinks(links, metadata)
 
@@ -229,6 +244,7 @@ def _ready(
         layout_fingerprints=[group.fingerprint for group in info.groups],
         weights_fingerprint=info.weights_fingerprint,
         layouts=_told_layouts(info),
+        staging_bytes=0 if pool.staging is None else pool.staging.lane_bytes,
         block_size=info.groups[0].block_size,
         num_blocks=sizes.num_blocks,
         block_bytes=pool.shape.block_bytes,

@@ -8,6 +8,8 @@ keeps one state instead of a history (Mamba) is a rule whose first needed block 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdmesh.protocol.layout import Layout
+
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
@@ -17,6 +19,8 @@ class KVGroup:
     kind: str = "full"
     window: int = 0
     """Tokens that a query sees, itself included; 0: all."""
+    layout: Layout | None = None
+    """Of its blocks, where those of others may be converted."""
 
     def first_needed(self, position: int) -> int:
         """Return the index of the first block that a query at `position`, or behind it, reads."""

@@ -1,7 +1,7 @@
 """Blocks for sequences: what is cached already, room for what comes, names for what is full, and everything back at the end."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from pdmesh.engine.block_hash import BlockHasher
@@ -90,8 +90,8 @@ class KVManager:
         blocks = [self._found(index, keys, count) for index in range(len(self.groups))]
         return Hit(blocks, count * self.block_size)
 
-    def register(self, sequence: Sequence) -> None:
-        """Make the blocks that are full and computed by now findable."""
+    def register(self, sequence: Sequence, *, unnamed: Container[tuple[int, int]] = ()) -> None:
+        """Make the blocks that are full and computed by now findable, but for those whose (group, place) is in `unnamed`."""
         num_full, done = sequence.num_computed // self.block_size, sequence.num_registered
         if num_full <= done:
             return
@@ -100,11 +100,10 @@ class KVManager:
             return
         keys = self._keys(sequence, num_full)
         for index, blocks in enumerate(sequence.blocks):
-            stored = [
-                place
-                for place in range(done, num_full)
-                if blocks[place] != NO_BLOCK and self._pool.register(index, blocks[place], keys[place])
+            full = [
+                place for place in range(done, num_full) if blocks[place] != NO_BLOCK and (index, place) not in unnamed
             ]
+            stored = [place for place in full if self._pool.register(index, blocks[place], keys[place])]
             if self._events is not None and stored:
                 self._tell_stored(self._events, sequence, index, stored)
 

@@ -12,7 +12,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pdmesh.connector.base import PeerPool, Publication, Published, Pull, PullResult, WorkerConnector
+from pdmesh.connector.pool import KVPool
+from pdmesh.engine.conversion import ConvertingPull
 from pdmesh.engine.messages import ConnectorChanged, ConnectPeer, OfferPublished, PeerConnected
+from pdmesh.engine.staged_pulls import StagedPulls
 from pdmesh.errors import MeshError
 
 log = logging.getLogger(__name__)
@@ -33,9 +36,12 @@ class EndedPull:
 
 
 class Links:
-    """Connections of this core's pool to those of its peers. Owns the connectors."""
+    """Connections of this core's pool to those of its peers. Owns the connectors.
 
-    def __init__(self, connectors: dict[str, WorkerConnector]) -> None:
+    With a `pool` that has a staging area, blocks of peers with other layouts are converted on their way into it.
+    """
+
+    def __init__(self, connectors: dict[str, WorkerConnector], pool: KVPool | None = None) -> None:
         self._connectors = connectors
         self._connectors_of: dict[str, list[str]] = {}
         """Peer id -> the connectors it is connected over; last the one that was connected last."""
@@ -51,6 +57,8 @@ class Links:
         self._is_closed = False
         self._orders: queue.SimpleQueue[ConnectPeer | None] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        has_staging = pool is not None and pool.staging is not None
+        self._staged = StagedPulls(pool, self._start, self.cancel) if pool is not None and has_staging else None
         # A daemon: a peer that hangs in connect must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="connect", daemon=True)
         self._thread.start()
@@ -61,12 +69,18 @@ class Links:
     @property
     def descriptors(self) -> list[int]:
         """What becomes readable when `poll` or `take_news` has something."""
-        return [self._wake_fd, *(connector.fileno() for connector in self._connectors.values())]
+        staged = [] if self._staged is None else [self._staged.fileno()]
+        return [self._wake_fd, *staged, *(connector.fileno() for connector in self._connectors.values())]
 
     @property
     def has_refused(self) -> bool:
         """Whether `poll` has results that no descriptor tells of."""
         return bool(self._refused)
+
+    @property
+    def num_lanes_used(self) -> int:
+        """Lanes of the staging area in which blocks of other layouts lie."""
+        return 0 if self._staged is None else self._staged.num_lanes_used
 
     def connect(self, order: ConnectPeer) -> None:
         """Begin to connect a peer; the answer comes from `take_news`."""
@@ -112,8 +126,16 @@ class Links:
         for connector in self._connectors.values():
             connector.retract(offer_id)
 
-    def start(self, pull: Pull) -> None:
+    def start(self, pull: Pull | ConvertingPull) -> None:
         """Begin a pull over the connector of its peer. It ends through `poll`, also when it cannot begin."""
+        if isinstance(pull, Pull):
+            self._start(pull)
+        elif self._staged is None:
+            self._refuse(pull, "", "error:this engine has no staging area (kv-staging-bytes)")
+        else:
+            self._staged.start(pull)
+
+    def _start(self, pull: Pull) -> None:
         names = self._connectors_of.get(pull.peer_id, [])
         name = pull.connector or (names[-1] if names else "")
         if name not in names:
@@ -132,29 +154,40 @@ class Links:
         name = self._pulls.get(transfer_id)
         if name is not None:
             self._connectors[name].cancel(transfer_id)
+        elif self._staged is not None:
+            self._staged.cancel(transfer_id)
 
     def poll(self) -> list[EndedPull]:
         """Return the pulls that ended since the last call; never blocks."""
         ended, self._refused = self._refused, []
-        if not self._pulls:
+        if self._pulls:
+            for name, connector in self._connectors.items():
+                for result in connector.poll():
+                    self._pulls.pop(result.transfer_id, None)
+                    ended.append(EndedPull(result, name))
+        if self._staged is None:
             return ended
-        for name, connector in self._connectors.items():
-            for result in connector.poll():
-                self._pulls.pop(result.transfer_id, None)
-                ended.append(EndedPull(result, name))
-        return ended
+        whole = []
+        for each in ended:
+            if self._staged.owns(each.result.transfer_id):
+                self._staged.piece_ended(each.result, each.connector)
+            else:
+                whole.append(each)
+        return whole + [EndedPull(each.result, each.connector) for each in self._staged.poll()]
 
     def close(self) -> None:
         """End all pulls and the connectors with them."""
         self._orders.put(None)
         for connector in self._connectors.values():
             connector.close()
+        if self._staged is not None:
+            self._staged.close()
         self._thread.join(timeout=CONNECT_GRACE_S)
         with self._closing:
             self._is_closed = True
             os.close(self._wake_fd)
 
-    def _refuse(self, pull: Pull, connector: str, reason: str) -> None:
+    def _refuse(self, pull: Pull | ConvertingPull, connector: str, reason: str) -> None:
         result = PullResult(transfer_id=pull.transfer_id, reason=reason, num_bytes=0, duration_s=0.0)
         self._refused.append(EndedPull(result, connector))
 
@@ -187,11 +220,16 @@ class Links:
         connector = self._connectors.get(order.connector)
         if connector is None:
             return f"this engine has no connector {order.connector}; it has {', '.join(self._connectors)}"
+        if order.layouts and self._staged is None:
+            return (
+                "its blocks have another layout, and this engine has no staging area to convert them (kv-staging-bytes)"
+            )
         peer = PeerPool(
             peer_id=order.peer_id,
             metadata=order.metadata,
             num_blocks=order.num_blocks,
             block_bytes=order.block_bytes,
+            layouts=tuple(order.layouts),
         )
         try:
             connector.connect(peer)

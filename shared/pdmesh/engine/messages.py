@@ -229,6 +229,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Blocks referenced by requests or offers."""
     num_blocks: int = 0
     num_offers_held: int = 0
+    num_lanes_used: int = 0
+    """Of the staging area."""
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0

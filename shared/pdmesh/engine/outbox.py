@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from pdmesh.connector.base import Pull
+from pdmesh.engine.conversion import ConvertingPull
 from pdmesh.engine.messages import BlocksComputed, OfferSealed, TransferEnded
 from pdmesh.protocol.messages import ChoiceDelta
 
@@ -15,7 +16,7 @@ class Outbox:
     sealed: list[OfferSealed] = field(default_factory=list)
     transfers: list[TransferEnded] = field(default_factory=list)
     computed: list[BlocksComputed] = field(default_factory=list)
-    pulls: list[Pull] = field(default_factory=list)
+    pulls: list[Pull | ConvertingPull] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     """Transfer ids."""
 

@@ -4,10 +4,12 @@ A pull never blocks a step: its sequence leaves the waiting queue with its block
 reports the end. Every source that a request brings ends in exactly one TransferEnded, whatever happens to the request.
 """
 
+from dataclasses import replace
 from enum import Enum, auto
 
 from pdmesh.connector.base import Pull, PullResult
-from pdmesh.connector.ledger import Load, plan_pull
+from pdmesh.connector.ledger import BlockLists, Load, PullPlan, plan_pull
+from pdmesh.engine.conversion import ConvertingPull, GroupPart, plan_conversion
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.kv_manager import Hit
 from pdmesh.engine.messages import BlocksComputed, OfferSealed, TransferEnded
@@ -15,6 +17,9 @@ from pdmesh.engine.request import Sequence
 from pdmesh.engine.states import Event
 from pdmesh.errors import TransferFailed
 from pdmesh.protocol.messages import KVSource
+
+CONVERTED = "+converted"
+"""Behind the connector in `kv_source` when the peer's blocks were of another layout."""
 
 
 class Begun(Enum):
@@ -49,7 +54,11 @@ class RemoteKV:
         try:
             if source.num_tokens > sequence.num_tokens:
                 raise TransferFailed("mismatch")
-            plan = plan_pull(source, firsts=firsts, block_size=state.kv.block_size)
+            plan: PullPlan | list[GroupPart] | None
+            if source.layouts:
+                plan = plan_conversion(source, state.kv.groups, num_hit_tokens=hit.num_tokens, start=start)
+            else:
+                plan = plan_pull(source, firsts=firsts, block_size=state.kv.block_size)
         except TransferFailed as exc:
             state.end_source(request, source, reason=exc.message)
             return self._fall_back(sequence, source, exc.message)
@@ -58,23 +67,12 @@ class RemoteKV:
             return Begun.SETTLED
         if not state.kv.allocate(sequence, source.num_tokens, hit=hit, start=start, reserve=reserve):
             return Begun.NO_ROOM
-        targets = [block for table, first in zip(sequence.blocks, firsts, strict=True) for block in table[first:]]
-        self._leave_queue(sequence, source, num_usable=start)
+        targets = [table[first:] for table, first in zip(sequence.blocks, firsts, strict=True)]
+        pull = _pull(source, plan, targets)
+        self._leave_queue(sequence, source, num_usable=start, unnamed=_unnamed(pull, firsts))
         state.note_hits(sequence, hit.num_tokens)
         state.counters.external_queries += source.num_tokens - hit.num_tokens
-        state.outbox.pulls.append(
-            Pull(
-                transfer_id=source.transfer_id,
-                peer_id=source.peer_id,
-                source_block_ids=plan.source_block_ids,
-                generations=plan.generations,
-                checksums=plan.checksums,
-                target_block_ids=targets,
-                deadline_s=source.deadline_s,
-                offer_id=source.offer_id,
-                connector=source.connector,
-            )
-        )
+        state.outbox.pulls.append(pull)
         return Begun.PULLING
 
     def end(self, result: PullResult, connector: str) -> Sequence | None:
@@ -101,9 +99,9 @@ class RemoteKV:
         state.counters.external_hits += max(load.num_tokens - sequence.num_reused_tokens, 0)
         sequence.num_computed = sequence.num_planned = sequence.num_reused_tokens = load.num_tokens
         sequence.kv_bytes = result.num_bytes
-        sequence.kv_source = "tier" if load.from_tier else connector
+        sequence.kv_source = "tier" if load.from_tier else connector + CONVERTED * bool(load.source.layouts)
         sequence.apply(Event.PULL_SUCCEEDED)
-        state.kv.register(sequence)
+        state.kv.register(sequence, unnamed=load.unnamed)
         state.waiting.push(sequence)
         return sequence
 
@@ -147,7 +145,9 @@ class RemoteKV:
             BlocksComputed(request_id=sequence.request.request_id, keys=keys, blocks=described[0])
         )
 
-    def _leave_queue(self, sequence: Sequence, source: KVSource, *, num_usable: int) -> None:
+    def _leave_queue(
+        self, sequence: Sequence, source: KVSource, *, num_usable: int, unnamed: frozenset[tuple[int, int]]
+    ) -> None:
         state, request = self._state, sequence.request
         sequence.apply(Event.PULL_STARTED)
         state.waiting.remove(sequence)
@@ -161,6 +161,7 @@ class RemoteKV:
                 owner=sequence,
                 num_tokens=num_usable,
                 from_tier=from_tier,
+                unnamed=unnamed,
             )
         )
 
@@ -185,6 +186,36 @@ class RemoteKV:
                 duration_s=result.duration_s,
             )
         )
+
+
+def _pull(source: KVSource, plan: PullPlan | list[GroupPart], targets: BlockLists) -> Pull | ConvertingPull:
+    """Order what was planned into `targets`, each group's blocks from its first needed one on."""
+    if isinstance(plan, PullPlan):
+        return Pull(
+            transfer_id=source.transfer_id,
+            peer_id=source.peer_id,
+            source_block_ids=plan.source_block_ids,
+            generations=plan.generations,
+            checksums=plan.checksums,
+            target_block_ids=[block for blocks in targets for block in blocks],
+            deadline_s=source.deadline_s,
+            offer_id=source.offer_id,
+            connector=source.connector,
+        )
+    return ConvertingPull(
+        transfer_id=source.transfer_id,
+        peer_id=source.peer_id,
+        parts=[replace(part, target_block_ids=targets[part.group]) for part in plan],
+        deadline_s=source.deadline_s,
+        offer_id=source.offer_id,
+        connector=source.connector,
+    )
+
+
+def _unnamed(pull: Pull | ConvertingPull, firsts: list[int]) -> frozenset[tuple[int, int]]:
+    """Return (group, place) of the blocks that stay without their first tokens: nobody may find them by their whole content."""
+    parts = pull.parts if isinstance(pull, ConvertingPull) else []
+    return frozenset((part.group, firsts[part.group]) for part in parts if part.starts_inside_a_block)
 
 
 def _first_query(sequence: Sequence, source: KVSource) -> int:

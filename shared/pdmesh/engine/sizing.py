@@ -33,7 +33,10 @@ def kv_groups(info: ModelInfo) -> list[KVGroup]:
     if len({(spec.block_size, spec.block_bytes) for spec in info.groups}) > 1:
         shown = ", ".join(f"{spec.block_size} tokens in {spec.block_bytes} bytes" for spec in info.groups)
         raise ConfigError(f"the model's KV groups have blocks of {shown}; they must be equal to share one pool")
-    return [KVGroup(block_size=spec.block_size, kind=spec.kind, window=spec.window) for spec in info.groups]
+    return [
+        KVGroup(block_size=spec.block_size, kind=spec.kind, window=spec.window, layout=spec.layout)
+        for spec in info.groups
+    ]
 
 
 def measure_pool_bytes(config: EngineConfig, backend: Backend) -> int:

@@ -6,6 +6,7 @@ whoever pairs engines knows from this which pairs are left.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -102,8 +103,10 @@ def incompatibility(source: Layout, target: Layout) -> str | None:
 
 
 def most_source_blocks(source: Layout, target: Layout) -> int:
-    """The blocks of `source` that may hold tokens of one block of `target`."""
-    return (target.block_size - 2) // source.block_size + 2 if target.block_size > 1 else 1
+    """Return how many blocks of `source` may hold tokens of one block of `target`."""
+    # As far inside a block of the source as one of the target can begin.
+    offset = source.block_size - math.gcd(source.block_size, target.block_size)
+    return (offset + target.block_size - 1) // source.block_size + 1
 
 
 def differences(one: Layout, other: Layout) -> Iterator[str]:

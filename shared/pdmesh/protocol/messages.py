@@ -5,6 +5,8 @@ These structs cross the ZMQ boundary inside an engine as msgpack; `wire.py` maps
 
 import msgspec
 
+from pdmesh.protocol.layout import Layout
+
 # As wide as `mesh.proto` has them.
 MAX_GROUPS = MAX_BLOCK_IDS = 1 << 32
 MAX_GENERATIONS = 1 << 64
@@ -113,6 +115,8 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[GroupBlocks]
     num_tokens: int
     """Tokens from position 0 that the blocks hold."""
+    layouts: list[Layout] = []
+    """Of the blocks, one per group, where they are not those of the consumer's pool."""
     fail_policy: str = "recompute"
     """`recompute` or `fail`: what to do when the pull fails."""
     offer_id: str = ""

@@ -103,6 +103,8 @@ class Attempts:
             origin=target.origin,
             running=target.running,
             block_bytes=peer.block_bytes,
+            exchange=peer.exchange,
+            layouts=peer.layouts,
         )
         self._fetches.open(fetch, target.deadline_s)
         return fetch

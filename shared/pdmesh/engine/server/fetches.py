@@ -14,6 +14,8 @@ from pdmesh.connector.peers import PeerDirectory
 from pdmesh.engine.messages import TransferEnded
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RunningRequest
+from pdmesh.protocol.exchange import Exchange
+from pdmesh.protocol.layout import Layout
 from pdmesh.protocol.states import TRANSFER_TABLE, TransferEvent, TransferState, event_of_end
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,10 @@ class Origin(StrEnum):
     TICKET = "ticket"
     STOCK = "stock"
     TIER = "tier"
+
+
+HOW = {Exchange.BYTES: "", Exchange.REPACKED: "+converted", Exchange.ROUNDED: "+converted+rounded"}
+"""What stands behind the connector where KV comes from."""
 
 
 class Outcome(StrEnum):
@@ -56,6 +62,10 @@ class Fetch:
     """To be copied; known once the owner lets it read."""
     instead_of: str = ""
     """The connector that was tried before."""
+    exchange: Exchange = Exchange.BYTES
+    """What becomes of the owner's blocks here."""
+    layouts: tuple[Layout, ...] = ()
+    """Of the owner's blocks, where they are not those of the pool here."""
     timer: asyncio.TimerHandle | None = None
     state: TransferState = TransferState.OPEN
 
@@ -64,7 +74,8 @@ class Fetch:
         """Where the KV comes from, for people."""
         if self.origin is Origin.TIER:
             return self.origin
-        return f"{self.connector}:after:{self.instead_of}" if self.instead_of else self.connector
+        connector = self.connector + HOW[self.exchange]
+        return f"{connector}:after:{self.instead_of}" if self.instead_of else connector
 
     def on(self, event: TransferEvent) -> None:
         """Move on. Raises KeyError for what cannot happen in this state."""
@@ -171,6 +182,9 @@ class Fetches:
         outcome = Outcome.COMMITTED if committed else Outcome.FAILED
         # What follows the colon names blocks or paths: no label should.
         self._metrics.transfers.inc(outcome, reason.partition(":")[0], fetch.connector, fetch.origin)
+        if fetch.exchange is not Exchange.BYTES:
+            numbers = "kept" if fetch.exchange is Exchange.REPACKED else "rounded"
+            self._metrics.converted.inc(outcome, numbers, fetch.connector)
         return True
 
     def _take_out(self, fetch: Fetch) -> bool:

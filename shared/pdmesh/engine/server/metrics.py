@@ -70,6 +70,12 @@ CORE_FAMILIES = (
         True,
         "undecodable_messages",
     ),
+    (
+        "pdmesh_kv_staging_lanes_used",
+        "Parts of the staging area in which KV of another layout lies.",
+        False,
+        "num_lanes_used",
+    ),
     ("pdmesh_engine_steps", "Steps of the engine core.", True, "steps"),
     ("pdmesh_engine_max_step_tokens", "Most tokens that one step has had, tokens.", False, "max_step_tokens"),
     ("pdmesh_kv_blocks_used", "KV blocks referenced by requests or offers.", False, "num_blocks_used"),
@@ -144,6 +150,13 @@ class EngineMetrics:
 
         self.transfers = by(
             "pdmesh_transfers", "Pulls by this engine, by outcome.", "outcome", "reason", "connector", "source"
+        )
+        self.converted = by(
+            "pdmesh_transfers_converted",
+            "Pulls of blocks of another layout, by outcome.",
+            "outcome",
+            "numbers",
+            "connector",
         )
         self.transfer_bytes = by("pdmesh_transfer_bytes", "Bytes pulled by this engine.", "connector", "source")
         self.offers_ended = by("pdmesh_offers_ended", "Offers of this engine that ended, by how.", "reason")

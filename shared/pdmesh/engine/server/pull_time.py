@@ -10,6 +10,8 @@ from pdmesh.connector.options import connector_options
 SLOW_LINK_BYTES_S = 50e6
 # A start on a busy machine; an owner that a call reached a moment ago answers in milliseconds.
 START_S = 4.0
+# A third of what one core converts of int8, the slowest: docs/architecture.md.
+SLOW_CONVERSION_BYTES_S = 25e6
 MOST_S = 30.0
 """A pull of a whole context takes seconds at most; the owner lets it read no longer."""
 
@@ -24,6 +26,7 @@ class PullTimes:
             if each.throttle_bytes_s
         }
 
-    def bound_s(self, connector: str, num_bytes: int) -> float:
+    def bound_s(self, connector: str, num_bytes: int, *, is_converted: bool = False) -> float:
         """Seconds for a pull over `connector`, given all bytes that are under way over it, the pull's own included."""
-        return min(MOST_S, START_S + num_bytes / self._rates.get(connector, SLOW_LINK_BYTES_S))
+        copy_s = num_bytes / self._rates.get(connector, SLOW_LINK_BYTES_S)
+        return min(MOST_S, START_S + copy_s + (num_bytes / SLOW_CONVERSION_BYTES_S if is_converted else 0.0))

@@ -141,7 +141,8 @@ class Sources:
 
     def _source(self, fetch: Fetch, view: OfferView, *, fail_policy: str) -> KVSource:
         """What the core is to pull, and how long that may take beside the pulls that are under way."""
-        bound_s = self._times.bound_s(fetch.connector, self._fetches.num_bytes_under_way(fetch.connector))
+        num_bytes = self._fetches.num_bytes_under_way(fetch.connector)
+        bound_s = self._times.bound_s(fetch.connector, num_bytes, is_converted=bool(fetch.layouts))
         groups = view.groups
         if not self._config.kv_checksums:
             groups = [msgspec.structs.replace(blocks, checksums=[]) for blocks in groups]
@@ -151,6 +152,7 @@ class Sources:
             connector=fetch.connector,
             groups=groups,
             num_tokens=view.num_tokens,
+            layouts=list(fetch.layouts),
             fail_policy=fail_policy,
             deadline_s=min(bound_s, fetch.running.remaining_s),
         )
