@@ -6,17 +6,22 @@ compared with the sums that the owner told, so that damage on the way, or in the
 decode, engine -> tier and tier -> engine are the same operation on different pools. The owner does nothing during a pull but
 keep its memory alive.
 
-Two small classes, one per process: the worker's half below (register, connect, start, poll, cancel) sits where the pool is
-written; the scheduler's half (`ledger.py`) is a plain table of what is being loaded and what is held for offers.
+Two small classes, one per process: the worker's half (register, connect, start, poll, cancel, publish) sits where the pool is
+written; the scheduler's half says what is being loaded, what was offered and what ended, and moves nothing. All connectors
+share the one that is in `ledger.py`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.staging import Lane
 from pdmesh.protocol.layout import Layout
+
+OwnerT = TypeVar("OwnerT")
+LoadT = TypeVar("LoadT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +87,53 @@ class PullResult:
     or error:<text>; then the target blocks hold garbage and must not be read."""
     num_bytes: int
     duration_s: float
+
+
+class SchedulerConnector(ABC, Generic[OwnerT, LoadT]):
+    """The half that the scheduler asks. Keeps references to blocks for those who cannot; does no I/O and never blocks.
+
+    A load is a pull that has begun; its owner is who waits for it. Blocks are lists of ids, one list per KV group.
+    """
+
+    @property
+    @abstractmethod
+    def num_loads(self) -> int:
+        """Loads that have begun and not ended."""
+
+    @property
+    @abstractmethod
+    def num_owners(self) -> int:
+        """Loads that someone still waits for."""
+
+    @property
+    @abstractmethod
+    def num_offers(self) -> int:
+        """Offers whose blocks are held."""
+
+    @abstractmethod
+    def begin_load(self, load: LoadT) -> None:
+        """Note a load before its pull is ordered."""
+
+    @abstractmethod
+    def find_load(self, owner: OwnerT) -> LoadT | None:
+        """Return the load that `owner` waits for; None when it waits for none."""
+
+    @abstractmethod
+    def end_load(self, transfer_id: str, *, arrived: bool) -> LoadT | None:
+        """Strike off a load that nothing writes for any more; None when it is not known. What it kept for an owner that went is
+        the caller's to let go."""
+
+    @abstractmethod
+    def hold_offer(self, offer_id: str, blocks: list[list[int]]) -> None:
+        """Take over the caller's references to an offer's blocks."""
+
+    @abstractmethod
+    def release_offer(self, offer_id: str) -> list[list[int]] | None:
+        """Hand the references back; None when the offer is not held."""
+
+    @abstractmethod
+    def holders(self) -> list[list[list[int]]]:
+        """Return every block list that is kept referenced here."""
 
 
 class WorkerConnector(ABC):

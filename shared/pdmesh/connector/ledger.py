@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from pdmesh.connector.base import SchedulerConnector
 from pdmesh.errors import TransferFailed
 from pdmesh.protocol.messages import KVSource
 from pdmesh.protocol.states import LANDING_TABLE, LandingEvent, LandingState
@@ -55,7 +56,7 @@ class Load(Generic[OwnerT]):
         self.state = LANDING_TABLE[self.state, LandingEvent.ARRIVED if arrived else LandingEvent.STOPPED]
 
 
-class Ledger(Generic[OwnerT]):
+class Ledger(SchedulerConnector[OwnerT, Load[OwnerT]]):
     """Loads by transfer id, and blocks held for offers by offer id."""
 
     def __init__(self) -> None:
