@@ -4,7 +4,8 @@ import socket
 
 import numpy as np
 
-from pdmesh.connector.mooncake_agent import MAX_PIECE_BYTES, keep_on_loopback, merged
+from pdmesh.connector.mooncake_agent import MAX_PIECE_BYTES, keep_on_loopback
+from pdmesh.connector.native_agent import merged
 
 
 def ranges(*pieces: tuple[int, int]) -> "np.ndarray[tuple[int, int], np.dtype[np.uint64]]":
@@ -14,16 +15,16 @@ def ranges(*pieces: tuple[int, int]) -> "np.ndarray[tuple[int, int], np.dtype[np
 def test_neighbours_on_both_sides_are_read_at_once() -> None:
     local = ranges((1000, 10), (1010, 10), (1020, 10), (2000, 10), (2010, 10))
     remote = ranges((0, 10), (10, 10), (50, 10), (60, 10), (70, 10))
-    assert list(merged(local, remote)) == [(1000, 0, 20), (1020, 50, 10), (2000, 60, 20)]
-    assert not merged(ranges(), ranges())
+    assert list(merged(local, remote, 4096)) == [(1000, 0, 20), (1020, 50, 10), (2000, 60, 20)]
+    assert not merged(ranges(), ranges(), 4096)
 
 
 def test_a_piece_stays_small_enough_to_be_waited_for() -> None:
     size = MAX_PIECE_BYTES // 4
     blocks = ranges(*((index * size, size) for index in range(10)))
-    assert [num_bytes // size for _, _, num_bytes in merged(blocks, blocks)] == [4, 4, 2]
+    assert [num_bytes // size for _, _, num_bytes in merged(blocks, blocks, MAX_PIECE_BYTES)] == [4, 4, 2]
     huge = ranges((0, 3 * MAX_PIECE_BYTES))
-    assert list(merged(huge, huge)) == [(0, 0, 3 * MAX_PIECE_BYTES)]
+    assert list(merged(huge, huge, MAX_PIECE_BYTES)) == [(0, 0, 3 * MAX_PIECE_BYTES)]
 
 
 def test_what_listens_is_kept_on_loopback() -> None:

@@ -66,7 +66,7 @@ def consuming(name: str) -> Iterator[Consumer]:
     scope="module",
     params=[
         pytest.param(name, marks=pytest.mark.skipif(bool(missing(name)), reason=missing(name)))
-        for name in ("nixl", "mooncake")
+        for name in ("nixl", "mooncake", "ucxx")
     ],
 )
 def name(request: pytest.FixtureRequest) -> str:

@@ -55,7 +55,7 @@ def test_options_are_read_by_connector_and_sizes_may_have_units() -> None:
     [
         ("{", "connector-options: '{' is not JSON"),
         ("[]", "not a JSON object"),
-        ({"rdma": {}}, "no connector 'rdma' with options; those are shm, nixl, grpc, mooncake, file"),
+        ({"rdma": {}}, "no connector 'rdma' with options; those are shm, nixl, grpc, mooncake, ucxx, file"),
         ({"shm": 3}, "shm: 3 is not a JSON object"),
         ({"shm": {"threads": 3}}, "unknown key shm.threads; the keys there are throttle_bytes_s, copy_bytes"),
         ({"grpc": {"num_threads": 0}}, "grpc.num_threads: Input should be greater than or equal to 1"),

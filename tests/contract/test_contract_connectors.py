@@ -34,7 +34,7 @@ from support.native_libraries import missing
 from support.pool_node import SECRET, Node, make_pool, pool_node, wait_for, word_of
 from support.shm_files import files_of_nobody_else
 
-NATIVE = ["nixl", "mooncake"]
+NATIVE = ["nixl", "mooncake", "ucxx"]
 """With a helper process."""
 CONNECTORS = ["shm", "grpc", "file", *NATIVE]
 AVAILABLE = [name for name in CONNECTORS if not missing(name)]

@@ -4,10 +4,11 @@ import functools
 import subprocess
 import sys
 
-IMPORTS = {"nixl": "nixl_cu12._bindings", "mooncake": "mooncake.engine"}
+IMPORTS = {"nixl": "nixl_cu12._bindings", "mooncake": "mooncake.engine", "ucxx": "ucxx"}
 REMEDIES = {
     "nixl": "pip install nixl-cu12",
     "mooncake": "pip install mooncake-transfer-engine-non-cuda and libibverbs1",
+    "ucxx": "pip install ucxx-cu12 with its CUDA parts",
 }
 
 

@@ -23,7 +23,7 @@ Size = Annotated[int, BeforeValidator(_size)]
 """A number of tokens or bytes that may be written with a unit."""
 AutoSize = Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else _size(value))]
 """A size that may be "auto", which is 0."""
-PoolConnector = Literal["shm", "nixl", "grpc", "mooncake"]
+PoolConnector = Literal["shm", "nixl", "grpc", "mooncake", "ucxx"]
 """Ways to exchange KV that read where it lies."""
 ConnectorName = PoolConnector | Literal["file"]
 """All ways to exchange KV; `file` is for offers alone."""

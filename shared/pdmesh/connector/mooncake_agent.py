@@ -15,7 +15,7 @@ import time
 from collections import deque
 from typing import Any
 
-from pdmesh.connector.native_agent import AgentSettings, CopyState, NativeAgent, Ranges
+from pdmesh.connector.native_agent import AgentSettings, CopyState, NativeAgent, Piece, Ranges, merged
 
 METADATA_SERVER = "P2PHANDSHAKE"
 """Engines ask each other, instead of a metadata service."""
@@ -70,7 +70,7 @@ class MooncakeAgent(NativeAgent):
 
     def read(self, local: Ranges, remote: Ranges, peer: str) -> int:
         handle = next(self._handles)
-        read = self._reads[handle] = _Read(merged(local, remote))
+        read = self._reads[handle] = _Read(merged(local, remote, MAX_PIECE_BYTES))
         self._peers[peer].reads.put(read)
         return handle
 
@@ -89,14 +89,10 @@ class MooncakeAgent(NativeAgent):
 class _Read:
     """One read; its thread moves `state` on, once."""
 
-    def __init__(self, pieces: "deque[_Piece]") -> None:
+    def __init__(self, pieces: "deque[Piece]") -> None:
         self.pieces = pieces
         self.state = CopyState.RUNNING
         self.stopping = False
-
-
-_Piece = tuple[int, int, int]
-"""Local address, remote address, bytes."""
 
 
 class _PeerThread:
@@ -133,20 +129,6 @@ class _PeerThread:
             if running and not ended:
                 time.sleep(POLL_S)
         return succeeded and not read.pieces
-
-
-def merged(local: Ranges, remote: Ranges) -> "deque[_Piece]":
-    """Join ranges that are neighbours on both sides, to pieces of `MAX_PIECE_BYTES` or single ranges."""
-    pieces: deque[_Piece] = deque()
-    for (begin, num_bytes, _), (source, _, _) in zip(local.tolist(), remote.tolist(), strict=True):
-        if pieces:
-            before, source_before, num_before = pieces[-1]
-            is_next = before + num_before == begin and source_before + num_before == source
-            if is_next and num_before + num_bytes <= MAX_PIECE_BYTES:
-                pieces[-1] = (before, source_before, num_before + num_bytes)
-                continue
-        pieces.append((begin, source, num_bytes))
-    return pieces
 
 
 def default_address() -> str:

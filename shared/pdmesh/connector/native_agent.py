@@ -6,6 +6,7 @@ orders it takes and the fences around it are the same for every transport; only 
 
 import importlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +16,10 @@ from numpy.typing import NDArray
 
 Ranges = NDArray[np.uint64]
 """Pieces of memory as [n, 3] of (address, bytes, device); device is 0, the host, everywhere."""
+
+
+Piece = tuple[int, int, int]
+"""Local address, remote address, bytes."""
 
 
 class CopyState(Enum):
@@ -98,6 +103,7 @@ class AgentSettings:
 _AGENTS = {
     "nixl": "pdmesh.connector.nixl_agent:NixlAgent",
     "mooncake": "pdmesh.connector.mooncake_agent:MooncakeAgent",
+    "ucxx": "pdmesh.connector.ucxx_agent:UcxxAgent",
 }
 """Transport -> where its agent is; imported in the helper process alone."""
 
@@ -107,3 +113,17 @@ def make_agent(transport: str, settings: AgentSettings) -> NativeAgent:
     module, _, name = _AGENTS[transport].partition(":")
     maker: Callable[[AgentSettings], NativeAgent] = getattr(importlib.import_module(module), name)
     return maker(settings)
+
+
+def merged(local: Ranges, remote: Ranges, most_bytes: int) -> "deque[Piece]":
+    """Join ranges that are neighbours on both sides, to pieces of at most `most_bytes`; longer ranges stay as they are."""
+    pieces: deque[Piece] = deque()
+    for (begin, num_bytes, _), (source, _, _) in zip(local.tolist(), remote.tolist(), strict=True):
+        if pieces:
+            before, source_before, num_before = pieces[-1]
+            is_next = before + num_before == begin and source_before + num_before == source
+            if is_next and num_before + num_bytes <= most_bytes:
+                pieces[-1] = (before, source_before, num_before + num_bytes)
+                continue
+        pieces.append((begin, source, num_bytes))
+    return pieces

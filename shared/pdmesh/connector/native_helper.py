@@ -5,6 +5,7 @@ ended and the helper does not say that its read has, the helper is killed: no de
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -17,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+
+import msgspec
 
 from pdmesh.connector.active import ActivePulls, error_reason
 from pdmesh.connector.native_agent import Transport
@@ -70,7 +73,9 @@ class NativeHelper:
         self._pulls = pulls
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
-        self._connecting: dict[str, Future[str]] = {}
+        self._connecting: dict[int, Future[str]] = {}
+        """By order."""
+        self._orders = itertools.count(1)
         self._ready: Future[HelperReady] = Future()
         self._connected: dict[str, ConnectAgent] = {}
         """Peers to connect again when the process has to be started anew: their side of it still stands."""
@@ -98,9 +103,10 @@ class NativeHelper:
     def connect(self, message: ConnectAgent) -> None:
         """Connect to a peer's agent; blocks at most 4.5 s. Raises HandshakeRefused."""
         answer: Future[str] = Future()
+        order = msgspec.structs.replace(message, order=next(self._orders))
         with self._lock:
-            self._connecting[message.peer_id] = answer
-        self.send(message)
+            self._connecting[order.order] = answer
+        self.send(order)
         try:
             error = answer.result(CONNECT_TIMEOUT_S)
         except TimeoutError:
@@ -232,7 +238,7 @@ class NativeHelper:
             case PullEnded():
                 self._pulls.finish(message.transfer_id, message.reason, message.num_bytes)
             case AgentConnected():
-                self._answer(message.peer_id, message.error)
+                self._answer(message.order, message.error)
             case HelperReady():
                 if not self._ready.done():
                     self._ready.set_result(message)
@@ -244,9 +250,9 @@ class NativeHelper:
                 if not self._ready.done():
                     self._ready.set_exception(RuntimeError(message.message))
 
-    def _answer(self, peer_id: str, error: str) -> None:
+    def _answer(self, order: int, error: str) -> None:
         with self._lock:
-            answer = self._connecting.pop(peer_id, None)
+            answer = self._connecting.pop(order, None)
         if answer is not None:
             answer.set_result(error)
 
@@ -255,8 +261,8 @@ class NativeHelper:
         with self._lock:
             self._outbox.clear()
             connecting = list(self._connecting)
-        for peer_id in connecting:
-            self._answer(peer_id, f"the helper process is gone: {why}")
+        for order in connecting:
+            self._answer(order, f"the helper process is gone: {why}")
         for active in self._pulls.all():
             reason = active.interruption() or error_reason(f"the {self._transport.title} helper process is gone: {why}")
             self._pulls.finish(active.pull.transfer_id, reason)

@@ -140,10 +140,14 @@ class ProofJob:
     def on_done(self) -> FromHelper:
         matches = self._received.tobytes() == self.peer.message.proof
         error = "" if matches else "its memory holds something else than it says"
-        return AgentConnected(peer_id=self.peer.message.peer_id, error=error)
+        return AgentConnected(peer_id=self.peer.message.peer_id, order=self.peer.message.order, error=error)
 
     def on_lost(self) -> FromHelper:
-        return AgentConnected(peer_id=self.peer.message.peer_id, error="its memory cannot be read from here")
+        return AgentConnected(
+            peer_id=self.peer.message.peer_id,
+            order=self.peer.message.order,
+            error="its memory cannot be read from here",
+        )
 
 
 class PullJob:

@@ -31,6 +31,8 @@ class ConnectAgent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answered by AgentConnected."""
 
     peer_id: str
+    order: int = 0
+    """Comes back with the answer: a helper that was started anew answers for the peers of the one before as well."""
     agent: bytes
     base: int
     header_bytes: int
@@ -87,6 +89,7 @@ class HelperFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class AgentConnected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peer_id: str
+    order: int = 0
     error: str = ""
 
 

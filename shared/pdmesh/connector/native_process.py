@@ -99,7 +99,7 @@ class Helper:
             self._jobs.append(ProofJob(self._read, self._memory, peer, slot))
         except Exception as exc:  # any of the library's classes
             self._drop(message.peer_id)
-            return [AgentConnected(peer_id=message.peer_id, error=str(exc))]
+            return [AgentConnected(peer_id=message.peer_id, order=message.order, error=str(exc))]
         return []
 
     def _start(self, message: StartPull) -> list[FromHelper]:

@@ -97,6 +97,20 @@ class MooncakeOptions(NativeOptions):
         return self.host
 
 
+class UcxxOptions(NativeOptions):
+    """Options of `ucxx`. Empty: as UCX has it, or as UCX_ variables of the service's environment say."""
+
+    ucx_tls: str = Field(default="", max_length=1024)
+    """Transports that UCX may use, as UCX_TLS has them."""
+    ucx_net_devices: str = Field(default="", max_length=1024)
+    """Network devices that UCX may use, as UCX_NET_DEVICES has them."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        wanted = {"UCX_TLS": self.ucx_tls, "UCX_NET_DEVICES": self.ucx_net_devices}
+        return {name: value for name, value in wanted.items() if value}
+
+
 class FileOptions(ConnectorOptions):
     """Options of `file`."""
 
@@ -111,6 +125,7 @@ OPTIONS: dict[str, type[ConnectorOptions]] = {
     "nixl": NixlOptions,
     "grpc": GrpcOptions,
     "mooncake": MooncakeOptions,
+    "ucxx": UcxxOptions,
     "file": FileOptions,
 }
 """By connector."""

@@ -11,6 +11,7 @@ from pdmesh.connector.options import (
     MooncakeOptions,
     NixlOptions,
     ShmOptions,
+    UcxxOptions,
 )
 from pdmesh.connector.shm import ShmConnector
 from pdmesh.errors import ConfigError
@@ -71,6 +72,13 @@ def _make_grpc(peer_id: str, secret: MeshSecret, on_loopback: bool, options: Con
     return GrpcConnector(peer_id, secret, options)
 
 
+def _make_ucxx(peer_id: str, secret: MeshSecret, on_loopback: bool, options: ConnectorOptions) -> WorkerConnector:
+    from pdmesh.connector.ucxx import UcxxConnector
+
+    assert isinstance(options, UcxxOptions)
+    return UcxxConnector(peer_id, secret, options, on_loopback=on_loopback)
+
+
 def _make_file(peer_id: str, secret: MeshSecret, on_loopback: bool, options: ConnectorOptions) -> WorkerConnector:
     from pdmesh.connector.file import FileConnector
 
@@ -83,5 +91,6 @@ _MAKERS: dict[str, Callable[[str, MeshSecret, bool, ConnectorOptions], WorkerCon
     "nixl": _make_nixl,
     "grpc": _make_grpc,
     "mooncake": _make_mooncake,
+    "ucxx": _make_ucxx,
     "file": _make_file,
 }
