@@ -111,6 +111,7 @@ class NativeHelper:
             error = answer.result(CONNECT_TIMEOUT_S)
         except TimeoutError:
             error = f"no answer within {CONNECT_TIMEOUT_S} s"
+            self._answer(order.order, error)
         if error:
             raise HandshakeRefused(f"{self._transport.title} cannot reach {message.peer_id}: {error}")
         self._connected[message.peer_id] = message

@@ -13,7 +13,7 @@ class UcxxConnector(NativeConnector):
         name="ucxx",
         title="UCXX",
         packages=("ucxx",),
-        remedy="pip install ucxx-cu12 or ucxx-cu13, with their CUDA parts,",
+        remedy="pip install 'pdmesh[ucxx]'",
         environment=UCX_ENVIRONMENT,
         loopback_environment=UCX_LOOPBACK_ENVIRONMENT,
     )
