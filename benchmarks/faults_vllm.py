@@ -71,6 +71,8 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was left out, and why."""
 
     def write(self, path: Path) -> None:
         """Write the JSON, and the table beside it."""
@@ -95,7 +97,7 @@ class Report:
         ]
         for row in rows:
             lines.append(f"| {row} | " + " | ".join(_shown(found.get((row, moment))) for moment in moments) + " |")
-        return "\n".join([*lines, ""])
+        return "\n".join([*lines, *(["", *self.notes] if self.notes else []), ""])
 
 
 CELLS = [
@@ -135,7 +137,14 @@ class Trial:
         engines.mend()
         long = cell.moment is Moment.MID_PREFILL
         prompt = engines.prompt(LONG_TOKENS if long else SHORT_TOKENS)
-        right = {tuple(engines.ask(prompt, NEW_TOKENS).token_ids), tuple(engines.alone(prompt, NEW_TOKENS))}
+        before = engines.ask(prompt, NEW_TOKENS)
+        if not before.complete:
+            # Such as a pair that does not find together again after an earlier cell's restart.
+            engines.start_anew()
+            before = engines.ask(prompt, NEW_TOKENS)
+        if not before.complete:
+            raise SystemExit(f"no answer before {cell.name}: {before}")
+        right = {tuple(before.token_ids), tuple(engines.alone(prompt, NEW_TOKENS))}
         engines.wait_nothing_held(HELD_S)
         began_s = time.monotonic()
         asked = self._ask(cell, prompt)
@@ -241,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         trial = Trial(engines)
         for cell in [cell for cell in CELLS if options.only in cell.name]:
             if time.monotonic() > until_s:
-                print(f"no time for {cell.name}", file=sys.stderr)
+                report.notes.append(f"Not run, for want of time: {cell.name}.")
                 continue
             outcome = trial.run(cell)
             report.outcomes.append(outcome)

@@ -71,7 +71,7 @@ class Engines:
     """One prefill, one decode, a router. `mend` starts what is down."""
 
     def __init__(self, vllm: str, router: str, model: str, environment: dict[str, str], log_folder: Path) -> None:
-        self._vllm, self._log_folder = vllm, log_folder
+        self._router_program, self._log_folder = router, log_folder
         self._rng = random.Random(5)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._num_starts = 0
@@ -84,9 +84,11 @@ class Engines:
         return [" ".join(re.sub(r"^/.*/", "", word) for word in each.command) for each in self._processes.values()]
 
     def versions(self) -> dict[str, str]:
-        """Of vLLM, as it says itself once it runs."""
+        """Of vLLM as it says itself, of the router as its package is named."""
         self.mend()
-        return {"vLLM": self._get("prefill", "/version").get("version", "unknown")}
+        packages = Path(self._router_program).parents[1].glob("lib/python*/site-packages/vllm_router-*.dist-info")
+        router = next((each.name.removesuffix(".dist-info").rpartition("-")[2] for each in packages), "unknown")
+        return {"vLLM": self._get("prefill", "/version").get("version", "unknown"), "vllm-router": router}
 
     def prompt(self, length: int) -> list[int]:
         """Token ids that no request had before."""
@@ -239,6 +241,11 @@ class Engines:
         self._start("proxy")
         self._wait_healthy(["proxy"])
 
+    def start_anew(self) -> None:
+        """End everything and start it again."""
+        self.stop()
+        self.mend()
+
     def stop(self) -> None:
         """End everything."""
         for role in list(self._running):
@@ -312,6 +319,8 @@ class Engines:
         transfer |= {"kv_connector_extra_config": extra}  # type: ignore[dict-item]
         settings = {"VLLM_CPU_OMP_THREADS_BIND": core, "VLLM_CPU_KVCACHE_SPACE": "1"}
         settings |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._side_channel[role]), "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST}
+        # Other interfaces may come and go, and UCX keeps those that it has found when it started.
+        settings |= {"UCX_NET_DEVICES": "lo"}
         command = [vllm, "serve", model, "--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port)]
         command += ["--dtype", "bfloat16", "--kv-transfer-config", json.dumps(transfer), "--no-enable-prefix-caching"]
         command += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", str(MAX_TOKENS)]
