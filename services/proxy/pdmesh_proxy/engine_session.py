@@ -20,7 +20,7 @@ from pdmesh.openai.intake.size import num_listed_ids
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.exchange import names_from_pb
 from pdmesh.protocol.mesh_pb2_grpc import EngineStub
-from pdmesh.protocol.messages import GenerateRequest
+from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
 from pdmesh.protocol.ticket import unseal
 from pdmesh.protocol.version import agree
 from pdmesh.protocol.wire import delta_from_pb, request_to_pb
@@ -28,6 +28,7 @@ from pdmesh.security import MeshSecret
 from pdmesh_proxy.control_stream import ControlStream
 from pdmesh_proxy.grpc_errors import translated
 from pdmesh_proxy.metrics import ProxyMetrics
+from pdmesh_proxy.nonsense import nonsense
 from pdmesh_proxy.offers import HeldOffers
 from pdmesh_proxy.stream import ALL_CHOICES, Leg, LegEnd
 
@@ -162,10 +163,16 @@ class EngineSession:
                         self._last_token_s = time.monotonic()
                     leg = self._legs.get(message.request_id)
                     if leg is not None:
-                        leg.put(delta_from_pb(message))
+                        self._put(leg, delta_from_pb(message))
                     else:
                         self._take_orphan(message)
         raise PeerUnavailable(f"engine {self.info.engine_id} at {self.address} ended its data stream")
+
+    def _put(self, leg: Leg, delta: ChoiceDelta) -> None:
+        if problem := nonsense(delta, self.info.vocab_size):
+            leg.give_up(PeerUnavailable(f"engine {self.info.engine_id} at {self.address} is not well: {problem}"))
+        else:
+            leg.put(delta)
 
     async def _write_data(self) -> NoReturn:
         while True:
