@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import grpc
@@ -14,7 +15,7 @@ from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.security import MeshSecret
 from support.authority import Authority, Files
-from support.mesh import mesh
+from support.mesh import Mesh, mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
 
@@ -33,6 +34,14 @@ def member(files: Files, secret: str = SECRET) -> MeshSecret:
     return MeshSecret.load(ServiceConfig(secret=secret, **files.settings))
 
 
+def _until_stored(running: Mesh) -> None:
+    assert running.kvcache is not None
+    deadline = time.monotonic() + 20
+    while not running.kvcache.metric("pdmesh_kvcache_slots_used"):
+        assert time.monotonic() < deadline, running.kvcache.log[-2000:]
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize(("connector", "secret"), [("shm", SECRET), ("grpc", "")], ids=["shm", "grpc, no secret"])
 def test_a_mesh_over_mutual_tls(tmp_path: Path, connector: str, secret: str) -> None:
     """One request through proxy, prefill, decode and tier, then strangers, then new certificates for everyone."""
@@ -49,6 +58,8 @@ def test_a_mesh_over_mutual_tls(tmp_path: Path, connector: str, secret: str) -> 
         first = running.complete(PROMPT)
         assert f"kv={connector}" in first["headers"]["x-pdmesh-route"], first["headers"]
         assert running.decode[0].metric("pdmesh_transfer_bytes_total") > 0
+        # The tier has come and taken them as well: over a certificate of its own.
+        _until_stored(running)
         decode = running.decode[0].grpc
         assert describe(decode, member(own, secret)).startswith("decode")
         for stranger in (

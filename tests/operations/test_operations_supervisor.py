@@ -300,6 +300,14 @@ def test_the_threshold_of_the_mesh_fits_any_pool_and_that_of_a_user_is_his_own(r
     assert f"{name}-fits" not in make_plan(runtime, "--prefill-args", f"{name} 9").engine(Role.PREFILL, 1).argv
 
 
+def test_certificates_are_handed_to_every_service(runtime: RuntimeFolder) -> None:
+    given = {"tls_cert": "/c/tls.crt", "tls_key": "/c/tls.key", "tls_ca": "/c/ca.crt", "tls_server_name": "mesh"}
+    flags = [part for name, value in given.items() for part in ("--" + name.replace("_", "-"), value)]
+    for child in make_plan(runtime, *flags).children():
+        assert {name: child.env[f"PDMESH_{name.upper()}"] for name in given} == given
+    assert not [name for name in make_plan(runtime).proxy().env if name.startswith("PDMESH_TLS")]
+
+
 @pytest.mark.parametrize("flag_", ["--drain-timeout-s 70", "--drain-timeout 70", "--shutdown-timeout=70"])
 def test_a_role_that_may_drain_longer_is_waited_for(
     runtime: RuntimeFolder, flag_: str, monkeypatch: pytest.MonkeyPatch
