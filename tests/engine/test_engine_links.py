@@ -1,16 +1,18 @@
-"""The core's connections: nothing is kept of peers that went, however their connecting ended."""
+"""The core's connections: nothing is kept of peers that went, and a pull that one connector fails goes on over the next."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.links import Links
-from pdmesh.engine.messages import ConnectPeer, PeerConnected
+from pdmesh.engine.messages import ConnectPeer, OtherWay, PeerConnected
 from pdmesh.errors import HandshakeRefused
 
 
@@ -82,5 +84,160 @@ def test_peers_that_went_leave_nothing(when: str) -> None:
         assert not links._unwanted
         assert not links._connecting
         assert not links._connectors_of
+        assert not len(links._detours)
     finally:
         links.close()
+
+
+class Scripted(Connector):
+    """Ends pulls as the test says; connecting waits for `may_connect` and fails with `refusal`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.started: list[Pull] = []
+        self.cancelled: list[str] = []
+        self.may_connect = threading.Event()
+        self.may_connect.set()
+        self.refusal = ""
+        self._results: list[PullResult] = []
+
+    def connect(self, peer: PeerPool) -> None:
+        assert self.may_connect.wait(10)
+        if self.refusal:
+            raise HandshakeRefused(self.refusal)
+        self.connected.add(peer.peer_id)
+
+    def start(self, pull: Pull) -> None:
+        self.started.append(pull)
+
+    def cancel(self, transfer_id: str) -> None:
+        self.cancelled.append(transfer_id)
+
+    def poll(self) -> list[PullResult]:
+        results, self._results = self._results, []
+        return results
+
+    def end(self, reason: str) -> None:
+        """End the pull that was started last."""
+        num_bytes = 0 if reason else 64
+        pull = self.started[-1]
+        self._results.append(
+            PullResult(transfer_id=pull.transfer_id, reason=reason, num_bytes=num_bytes, duration_s=0.1)
+        )
+
+
+class Scene:
+    """A peer that is connected over `nixl` and may be over `mooncake` and `grpc`, and a pull from it under way."""
+
+    def __init__(self) -> None:
+        self.nixl, self.mooncake, self.grpc = (Scripted(name) for name in ("nixl", "mooncake", "grpc"))
+        self.links = Links({each.name: each for each in (self.nixl, self.mooncake, self.grpc)})
+        others = [OtherWay(connector=name, metadata=name.encode()) for name in ("mooncake", "grpc")]
+        self.links.connect(
+            ConnectPeer(peer_id="p", connector="nixl", metadata=b"", num_blocks=1, block_bytes=64, others=others)
+        )
+        assert len(_answers(self.links, 1)) == 1
+        self.pull = Pull(
+            transfer_id="t",
+            peer_id="p",
+            source_block_ids=[0],
+            generations=[1],
+            target_block_ids=[0],
+            deadline_s=20.0,
+            connector="nixl",
+        )
+        self.links.start(self.pull)
+
+    def fail(self, connector: Scripted, reason: str = "peer_lost") -> None:
+        """End the pull so, and let the next connector be connected."""
+        connector.end(reason)
+        assert self.links.poll() == []
+        assert len(_answers(self.links, 1)) == 1
+
+    def ended(self) -> tuple[str, str]:
+        """The reason and the way of the one pull that has ended."""
+        (ended,) = self.links.poll()
+        assert ended.result.transfer_id == "t"
+        return ended.result.reason, ended.connector
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    try:
+        yield made
+    finally:
+        for each in (made.nixl, made.mooncake, made.grpc):
+            each.may_connect.set()
+        made.links.close()
+
+
+@pytest.mark.parametrize("reason", ["peer_lost", "error:it broke"])
+def test_a_pull_that_a_connector_fails_goes_on_over_the_next(scene: Scene, reason: str) -> None:
+    scene.fail(scene.nixl, reason)
+    (again,) = scene.mooncake.started
+    assert (again.transfer_id, again.generations, again.target_block_ids) == ("t", [1], [0])
+    assert 0 < again.deadline_s < 20.0
+    scene.mooncake.end("")
+    assert scene.ended() == ("", "mooncake:after:nixl")
+    # The next one takes its own way, and this one when that fails it: it is connected by now.
+    scene.links.start(scene.pull)
+    scene.nixl.end("peer_lost")
+    assert scene.links.poll() == []
+    assert len(scene.mooncake.started) == 2
+
+
+@pytest.mark.parametrize("reason", ["stale", "timeout", "corrupt", "cancelled"])
+def test_what_is_not_the_connectors_fault_ends_the_pull(scene: Scene, reason: str) -> None:
+    scene.nixl.end(reason)
+    assert scene.ended() == (reason, "nixl")
+    assert scene.mooncake.started == []
+
+
+def test_a_pull_that_all_connectors_fail_ends_with_the_last_ones_reason(scene: Scene) -> None:
+    scene.fail(scene.nixl)
+    scene.fail(scene.mooncake, "error:it broke")
+    scene.grpc.end("error:this too")
+    assert scene.ended() == ("error:this too", "grpc:after:mooncake")
+
+
+def test_a_connector_that_cannot_be_connected_is_passed_over(scene: Scene) -> None:
+    scene.mooncake.refusal = "no"
+    scene.nixl.end("peer_lost")
+    assert scene.links.poll() == []
+    assert len(_answers(scene.links, 2)) == 2
+    scene.grpc.end("")
+    assert scene.ended()[0] == ""
+    assert scene.mooncake.started == []
+
+
+@pytest.mark.parametrize(("how", "reason"), [("cancel", "cancelled"), ("disconnect", "peer_lost")])
+def test_a_pull_that_waits_for_its_next_connector_can_be_ended(scene: Scene, how: str, reason: str) -> None:
+    scene.mooncake.may_connect.clear()
+    scene.nixl.end("peer_lost")
+    assert scene.links.poll() == []
+    if how == "cancel":
+        scene.links.cancel("t")
+    else:
+        scene.links.disconnect("p")
+    assert scene.ended() == (reason, "nixl")
+    scene.mooncake.may_connect.set()
+    assert len(_answers(scene.links, 1)) == 1
+    assert scene.mooncake.started == []
+    assert scene.links.poll() == []
+    assert scene.mooncake.connected == (set() if how == "disconnect" else {"p"})
+
+
+def test_a_cancelled_pull_takes_no_other_way(scene: Scene) -> None:
+    scene.links.cancel("t")
+    assert scene.nixl.cancelled == ["t"]
+    scene.nixl.end("peer_lost")
+    assert scene.ended() == ("peer_lost", "nixl")
+
+
+def test_a_peer_that_was_let_go_is_not_sought_elsewhere(scene: Scene) -> None:
+    scene.links.disconnect("p")
+    scene.nixl.end("peer_lost")
+    assert scene.ended() == ("peer_lost", "nixl")
+    assert scene.mooncake.connected == set()

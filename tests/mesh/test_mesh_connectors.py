@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdmesh.connector.file_format import OWNER_FILE
@@ -60,3 +61,22 @@ def test_kv_moves_over_mooncake() -> None:
         for seed in (1, 2):
             assert route_of(running, seed)["kv"] == "mooncake"
         running.wait_nothing_held()
+
+
+@pytest.mark.skipif(bool(missing("nixl")), reason=missing("nixl"))
+def test_a_pull_goes_on_over_the_next_connector_when_the_first_breaks() -> None:
+    with mesh(DEMO_MODEL, connector="nixl,grpc", engine_flags=("--kv-load-failure-policy", "fail")) as running:
+        (prefill,), (decode,) = running.prefill, running.decode
+        assert route_of(running, 1)["kv"] == "nixl"
+        # What decode is connected to is gone; the process that takes its place is another peer to NIXL.
+        (helper,) = [
+            child
+            for child in psutil.Process(prefill.process.pid).children(recursive=True)
+            if "pdmesh.connector.native_process" in " ".join(child.cmdline())
+        ]
+        helper.kill()
+        assert route_of(running, 2)["kv"] == "grpc:after:nixl"
+        assert decode.metric("pdmesh_connector_fallbacks_total") == 1
+        running.wait_nothing_held()
+        # Hands were shaken anew.
+        assert route_of(running, 3)["kv"] == "nixl"

@@ -25,6 +25,14 @@ LoadT = TypeVar("LoadT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A connector, and what it needs to reach a pool."""
+
+    connector: str
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerPool:
     """A pool that this process may read."""
 
@@ -36,6 +44,8 @@ class PeerPool:
     block_bytes: int
     layouts: tuple[Layout, ...] = ()
     """Of its blocks, one per KV group, where they are not those of the pool here: then they are pulled to be converted."""
+    others: tuple[Way, ...] = ()
+    """Other connectors that may reach it, in order of preference: for who has several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,9 @@ import grpc
 import grpc.aio
 
 from pdmesh.channels import OWN_CONNECTION, open_channel
-from pdmesh.connector.base import PeerPool
+from pdmesh.connector.base import PeerPool, Way
 from pdmesh.connector.owner import check_names, check_pools
+from pdmesh.connector.publications import PUBLISHING
 from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
@@ -145,19 +146,25 @@ class Greeter:
         """
         reply = greeting.reply
         offered = {each.connector: each.metadata for each in reply.connectors}
+        # The grpc connector reads from where this handshake was answered.
+        offered |= {GRPC_CONNECTOR: address.encode()} if GRPC_CONNECTOR in offered else {}
         failures = []
         for name in self.after(after):
             try:
                 if name not in offered:
                     raise HandshakeRefused("the peer does not offer it")
-                # The grpc connector reads from where this handshake was answered.
-                metadata = offered[name] if name != GRPC_CONNECTOR else address.encode()
                 pool = PeerPool(
                     peer_id=reply.peer_id,
-                    metadata=metadata,
+                    metadata=offered[name],
                     num_blocks=reply.num_blocks,
                     block_bytes=reply.block_bytes,
                     layouts=greeting.layouts,
+                    others=tuple(
+                        Way(connector=each, metadata=offered[each])
+                        for each in self.after(name)
+                        # A copy would have to be asked for before it is read.
+                        if each in offered and each not in PUBLISHING
+                    ),
                 )
                 await self._attach(pool, name)
             except (HandshakeRefused, PeerUnavailable) as exc:

@@ -11,9 +11,12 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
+from pdmesh.connector.active import PullEnd
 from pdmesh.connector.base import PeerPool, Publication, Published, Pull, PullResult, WorkerConnector
 from pdmesh.connector.pool import KVPool
+from pdmesh.connector.ways import way_of
 from pdmesh.engine.conversion import ConvertingPull
+from pdmesh.engine.detours import Detours, Journey
 from pdmesh.engine.messages import ConnectorChanged, ConnectPeer, OfferPublished, PeerConnected
 from pdmesh.engine.staged_pulls import StagedPulls
 from pdmesh.errors import MeshError
@@ -29,7 +32,7 @@ News = PeerConnected | ConnectorChanged | OfferPublished
 
 @dataclass(frozen=True, slots=True)
 class EndedPull:
-    """A pull's result and the connector it came over."""
+    """A pull's result and the way it came: its connector, and after which other."""
 
     result: PullResult
     connector: str
@@ -45,8 +48,9 @@ class Links:
         self._connectors = connectors
         self._connectors_of: dict[str, list[str]] = {}
         """Peer id -> the connectors it is connected over; last the one that was connected last."""
-        self._pulls: dict[str, str] = {}
-        """Transfer id -> connector, while it runs."""
+        self._pulls: dict[str, Journey] = {}
+        """By transfer id, while they run."""
+        self._detours = Detours()
         self._refused: list[EndedPull] = []
         self._unwanted: set[str] = set()
         """Peers to forget as soon as they are connected; each has an order under way."""
@@ -85,6 +89,10 @@ class Links:
     def connect(self, order: ConnectPeer) -> None:
         """Begin to connect a peer; the answer comes from `take_news`."""
         self._unwanted.discard(order.peer_id)
+        self._detours.tell(order)
+        self._connect_aside(order)
+
+    def _connect_aside(self, order: ConnectPeer) -> None:
         self._connecting[order.peer_id] += 1
         self._orders.put(order)
 
@@ -104,6 +112,10 @@ class Links:
                 self._connectors_of[message.peer_id] = [*names, message.connector]
                 if message.peer_id in self._unwanted:
                     self.disconnect(message.peer_id)
+            for journey in self._detours.arrived(message.peer_id, message.connector):
+                self._go_on(journey, message.error)
+            if message.error and message.peer_id not in self._connectors_of:
+                self._forget_ways(message.peer_id)
             if not self._connecting[message.peer_id]:
                 del self._connecting[message.peer_id]
                 self._unwanted.discard(message.peer_id)
@@ -115,6 +127,11 @@ class Links:
             self._unwanted.add(peer_id)
         for name in self._connectors_of.pop(peer_id, []):
             self._connectors[name].disconnect(peer_id)
+        self._forget_ways(peer_id)
+
+    def _forget_ways(self, peer_id: str) -> None:
+        for journey in self._detours.forget(peer_id):
+            self._refuse(journey.pull, journey.failed[-1], PEER_LOST)
 
     def publish(self, publication: Publication) -> None:
         """Have every connector make an offer's blocks available."""
@@ -141,19 +158,58 @@ class Links:
         if name not in names:
             self._refuse(pull, name, PEER_LOST)
             return
+        self._begin(Journey(pull=pull, connector=name))
+
+    def _begin(self, journey: Journey) -> None:
+        """Have a pull's connector carry it out."""
+        pull, name = journey.pull, journey.connector
         try:
-            self._connectors[name].start(pull)
+            self._connectors[name].start(journey.next_pull())
         except Exception as exc:
             log.exception("pull %s could not be started over %s", pull.transfer_id, name)
             self._refuse(pull, name, f"error:{type(exc).__name__}: {exc}")
             return
-        self._pulls[pull.transfer_id] = name
+        self._pulls[pull.transfer_id] = journey
+
+    def _detour(self, journey: Journey, result: PullResult) -> bool:
+        """Have a pull that its connector failed go on over the next one, if there is one."""
+        way = self._detours.next_way(journey, result)
+        if way is None or way.connector not in self._connectors or journey.pull.peer_id not in self._connectors_of:
+            return False
+        log.warning(
+            "pull %s from %s failed over %s (%s) and goes on over %s",
+            journey.pull.transfer_id,
+            journey.pull.peer_id,
+            journey.connector,
+            result.reason,
+            way.connector,
+        )
+        journey.failed.append(journey.connector)
+        journey.connector, journey.result = way.connector, result
+        if way.connector in self._connectors_of[journey.pull.peer_id]:
+            self._begin(journey)
+        else:
+            self._detours.wait(journey)
+            self._connect_aside(way)
+        return True
+
+    def _go_on(self, journey: Journey, error: str) -> None:
+        """The connector that a pull waited for is connected, or cannot be."""
+        result = journey.result
+        assert result is not None
+        if not error and journey.left_s > 0:
+            self._begin(journey)
+        elif not self._detour(journey, result):
+            self._refused.append(EndedPull(result, way_of(journey.connector, journey.failed[-1])))
 
     def cancel(self, transfer_id: str) -> None:
         """Stop a pull; it still ends through `poll`."""
-        name = self._pulls.get(transfer_id)
-        if name is not None:
-            self._connectors[name].cancel(transfer_id)
+        journey = self._pulls.get(transfer_id)
+        if journey is not None:
+            journey.is_cancelled = True
+            self._connectors[journey.connector].cancel(transfer_id)
+        elif (waiting := self._detours.cancel(transfer_id)) is not None:
+            self._refuse(waiting.pull, waiting.failed[-1], PullEnd.CANCELLED)
         elif self._staged is not None:
             self._staged.cancel(transfer_id)
 
@@ -163,8 +219,12 @@ class Links:
         if self._pulls:
             for name, connector in self._connectors.items():
                 for result in connector.poll():
-                    self._pulls.pop(result.transfer_id, None)
-                    ended.append(EndedPull(result, name))
+                    journey = self._pulls.pop(result.transfer_id, None)
+                    if journey is None:
+                        ended.append(EndedPull(result, name))
+                    elif not self._detour(journey, result):
+                        instead_of = journey.failed[-1] if journey.failed else ""
+                        ended.append(EndedPull(result, way_of(name, instead_of)))
         if self._staged is None:
             return ended
         whole = []

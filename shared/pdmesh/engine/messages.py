@@ -37,6 +37,13 @@ class ReleaseOffer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     offer_id: str
 
 
+class OtherWay(msgspec.Struct, frozen=True, kw_only=True):
+    """Another connector that may reach the same pool."""
+
+    connector: str
+    metadata: bytes
+
+
 class ConnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Prepare to pull from a pool; answered by PeerConnected."""
 
@@ -47,6 +54,8 @@ class ConnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_bytes: int
     layouts: list[Layout] = []
     """Of its blocks, where they are not those of the pool here."""
+    others: list[OtherWay] = []
+    """What a pull may go on over when this connector fails it, in order."""
 
 
 class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -168,6 +177,8 @@ class TransferEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str = ""
     num_bytes: int = 0
     duration_s: float = 0.0
+    way: str = ""
+    """The connector that it ended over, and after which other; empty: none was used."""
 
 
 class BlocksComputed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -86,7 +86,7 @@ class RemoteKV:
             return None
         sequence = load.owner
         reason = result.reason or ("" if sequence is not None else "aborted")
-        self._report(load, result, reason)
+        self._report(load, result, reason, way=connector)
         if sequence is None:
             state.kv.drop(load.quarantined)
             return None
@@ -174,7 +174,7 @@ class RemoteKV:
         sequence.kv_source = f"recompute:{reason}"
         return Begun.SETTLED
 
-    def _report(self, load: Load[Sequence], result: PullResult, reason: str) -> None:
+    def _report(self, load: Load[Sequence], result: PullResult, reason: str, *, way: str) -> None:
         self._state.outbox.transfers.append(
             TransferEnded(
                 transfer_id=result.transfer_id,
@@ -184,6 +184,7 @@ class RemoteKV:
                 reason=reason,
                 num_bytes=result.num_bytes,
                 duration_s=result.duration_s,
+                way=way,
             )
         )
 

@@ -4,7 +4,7 @@ import asyncio
 from typing import Protocol
 
 from pdmesh.connector.base import PeerPool
-from pdmesh.engine.messages import ConnectPeer, DisconnectPeer, PeerConnected, ToCore
+from pdmesh.engine.messages import ConnectPeer, DisconnectPeer, OtherWay, PeerConnected, ToCore
 from pdmesh.errors import HandshakeRefused, PeerUnavailable
 
 # A worker half may block 5 s in connect; a step may run before it is asked.
@@ -36,6 +36,7 @@ class CorePeers:
                 num_blocks=pool.num_blocks,
                 block_bytes=pool.block_bytes,
                 layouts=list(pool.layouts),
+                others=[OtherWay(connector=way.connector, metadata=way.metadata) for way in pool.others],
             )
         )
         try:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pdmesh.connector.active import PullEnd
 from pdmesh.connector.peers import PeerDirectory
+from pdmesh.connector.ways import parts_of, way_of
 from pdmesh.engine.messages import TransferEnded
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RunningRequest
@@ -74,8 +75,7 @@ class Fetch:
         """Where the KV comes from, for people."""
         if self.origin is Origin.TIER:
             return self.origin
-        connector = self.connector + HOW[self.exchange]
-        return f"{connector}:after:{self.instead_of}" if self.instead_of else connector
+        return way_of(self.connector + HOW[self.exchange], self.instead_of)
 
     def on(self, event: TransferEvent) -> None:
         """Move on. Raises KeyError for what cannot happen in this state."""
@@ -96,6 +96,8 @@ class Fetches:
         self._tasks = tasks
         self._metrics = metrics
         self._open: dict[str, Fetch] = {}
+        self._failing: set[str] = set()
+        """Peers that a connector has failed, until nothing is pulled from them any more and hands can be shaken anew."""
         self._corrupt: dict[str, None] = {}
         """Peers of whose damaged KV the log has told; the oldest are forgotten."""
 
@@ -130,6 +132,11 @@ class Fetches:
         fetch = self._open.get(message.transfer_id)
         if fetch is None:
             return None
+        connector, failed = parts_of(message.way)
+        if failed:
+            fetch.connector, fetch.instead_of = connector, failed
+            self._peers.fallbacks[failed] += 1
+            self._failing.add(fetch.peer_id)
         if message.reason == PullEnd.CORRUPT:
             self._report_corrupt(fetch)
         metrics = self._metrics
@@ -201,7 +208,11 @@ class Fetches:
             if committed and ended is not None and ended.outcome not in (None, TransferState.COMMITTED):
                 # The generation words say that what was read is right; that it took longer than the lease is worth knowing.
                 log.info("%s counts transfer %s as %s", fetch.peer_id, fetch.transfer_id, ended.outcome.value)
-            if reason == PullEnd.PEER_LOST:
+            has_failed = fetch.peer_id in self._failing and not any(
+                each.peer_id == fetch.peer_id for each in self._open.values()
+            )
+            if reason == PullEnd.PEER_LOST or has_failed:
+                self._failing.discard(fetch.peer_id)
                 # Shake hands anew before the next pull: the peer's memory is gone, or the core let go of it.
                 self._peers.forget(fetch.peer_id)
         except Exception:
