@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from faults import results
+from faults import beside, results
 from faults.matrix import COLUMNS, ROWS, Answer, Cell, Column, Policy, Row, all_cells, connectors, impossible, required
 
 PAGE = results.ROOT / "docs" / "faults.md"
@@ -67,6 +67,7 @@ def _lines(path: Path, latest: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield f"| {row.name} | " + " | ".join(_cell(row, column, policy, latest) for column in COLUMNS) + " |"
     yield from _reasons()
     yield from _failures([latest[cell.name] for cell in cells if cell.name in latest])
+    yield from beside.lines()
 
 
 def _cell(row: Row, column: Column, policy: Policy, latest: dict[str, dict[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults import report, results
+from faults import beside, report, results
 from faults.columns import REACHING
 from faults.injections import INJECTIONS, ON_PROCESS, QUALITIES
 from faults.matrix import (
@@ -56,6 +56,17 @@ def test_the_covering_cells_exist_and_have_all_rows_columns_policies_and_connect
 def test_each_fault_and_each_moment_can_be_brought_about() -> None:
     assert {*INJECTIONS, *ON_PROCESS, *QUALITIES} == set(Fault)
     assert set(REACHING) == set(COLUMNS)
+
+
+def test_what_stands_beside_is_of_the_same_rows_and_columns() -> None:
+    text = list(beside.lines())
+    (header,) = [line for line in text if line.startswith("| | ")]
+    columns = [each.strip() for each in header.strip("|").split("|")][1:]
+    rows = [line.split("|")[1].strip() for line in text if line.startswith("| ") and line != header]
+    assert columns == [column for column in COLUMNS if column in columns]
+    # Our handoffs name the request they are for; vLLM's do not, so that is tried there besides.
+    assert set(rows) - {row.name for row in ROWS} <= {"wrong request's KV"}
+    assert len(rows) > 5
 
 
 def test_the_page_is_what_the_last_run_makes_of_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import signal
 import time
@@ -22,6 +23,7 @@ from support.tiny_models import make_tiny
 
 WAIT_READY_S = 60.0
 """Longest time that a fault waits for its target to be there again."""
+FLIPPED_BITS = 200
 BURST = 24
 BURSTS = {"kill proxy": 8, "restart proxy": 8}
 """It is the only one: what it has is lost when it is killed, and what comes while it drains is refused."""
@@ -112,7 +114,9 @@ class Faults:
                 self._do_to_member(fault, self._fleet.members[fault.target])
 
     def _do_to_member(self, fault: Fault, member: Member) -> None:
-        if fault.deed is Deed.RESTART:
+        if fault.deed is Deed.CORRUPT:
+            self._corrupt_arena(member)
+        elif fault.deed is Deed.RESTART:
             self._fleet.end(member, signal.SIGTERM)
         elif fault.deed is Deed.KILL and fault.part in (Part.ALL, Part.SERVER):
             self._fleet.end(member, signal.SIGKILL)
@@ -174,6 +178,23 @@ class Faults:
                 if value:
                     value[self._rng.randrange(len(value))] ^= 1 << self._rng.randrange(8)
                     client.set(key, bytes(value), keepttl=True)
+
+    def _corrupt_arena(self, member: Member) -> None:
+        """Flip a bit in some of the memory that the tier keeps blocks in, behind its back."""
+        (process,) = self._fleet.parts(member, Part.SERVER)
+        for link in os.scandir(f"/proc/{process.pid}/fd"):
+            if not os.readlink(link.path).startswith("/memfd:pdmesh-kvcache"):
+                continue
+            with open(link.path, "r+b", buffering=0) as memory:
+                size = memory.seek(0, os.SEEK_END)
+                for _ in range(FLIPPED_BITS):
+                    # The generation words are at its beginning.
+                    at = self._rng.randrange(min(1 << 16, size // 2), size)
+                    memory.seek(at)
+                    (byte,) = memory.read(1)
+                    memory.seek(at)
+                    memory.write(bytes([byte ^ 1 << self._rng.randrange(8)]))
+            return
 
     @contextlib.contextmanager
     def _valkey(self):  # type: ignore[no-untyped-def]

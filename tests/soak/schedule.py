@@ -89,6 +89,7 @@ OTHER_FAULTS = (
     *(Fault(deed=Deed.FREEZE, target=name, duration_s=FREEZE_S) for name in ("proxy", "kvcache", "valkey")),
     Fault(deed=Deed.FILL, target="valkey", duration_s=FREEZE_S),
     Fault(deed=Deed.CORRUPT, target="valkey"),
+    Fault(deed=Deed.CORRUPT, target="kvcache"),
     *(Fault(deed=Deed.CUT, target=name) for name in ("prefill-0", "decode-0")),
     *(Fault(deed=Deed.DELAY, target=name, duration_s=FREEZE_S) for name in ("prefill-1", "decode-1")),
     Fault(deed=Deed.STRANGER, target="mesh", duration_s=FREEZE_S),
