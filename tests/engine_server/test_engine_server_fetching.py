@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,8 +17,11 @@ from pdmesh.connector.pool import PoolShape
 from pdmesh.engine.messages import AddRequest, DisconnectPeer, TransferEnded
 from pdmesh.engine.server.assembly import Engine
 from pdmesh.engine.server.pull_time import MOST_S, SLOW_LINK_BYTES_S, START_S, PullTimes
+from pdmesh.engine.server.sources import check_owner
+from pdmesh.errors import TransferFailed
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
+from pdmesh.protocol.exchange import KVNames
 from pdmesh.protocol.messages import GenerateRequest, GroupBlocks
 from pdmesh.protocol.offers import OfferTable
 from pdmesh.protocol.states import TransferState
@@ -126,6 +130,17 @@ def test_a_ticket_that_does_not_fit_the_request_is_not_used(
             assert counted(engine, "pdmesh_fallbacks_total", reason=word) == 1
 
     play(scene, kv_load_failure_policy=policy)
+
+
+def test_a_ticket_is_held_against_the_owner_where_layouts_may_differ() -> None:
+    """An engine that converts takes other fingerprints than its own, but only those that the owner has shaken hands with."""
+    ticket = ticket_of(request("r"), layout_fingerprints=["theirs"])
+    names = KVNames(model_fingerprint=READY.model_fingerprint, layout_fingerprints=("theirs",))
+    check_owner(ticket, names)
+    with pytest.raises(TransferFailed, match=r"^layout_fingerprints: .*\[theirs\], it now has \[new\]"):
+        check_owner(ticket, replace(names, layout_fingerprints=("new",)))
+    with pytest.raises(TransferFailed, match="^model_fingerprint: "):
+        check_owner(ticket, replace(names, model_fingerprint="new"))
 
 
 def test_a_ticket_that_fits_is_fetched_also_after_more_tokens() -> None:

@@ -99,6 +99,13 @@ def test_equal_dtypes_give_the_tokens_of_one_engine(
             key for key in metrics if key.startswith("pdmesh_transfers_converted_total") and 'numbers="kept"' in key
         ]
         assert sum(metrics[key] for key in converted) >= len(LENGTHS)
+        # As a stock router does it, who knows nothing of layouts.
+        prompt, body = prompt_of(170, start=13), {"max_tokens": 16, "ignore_eos": True}
+        alone = running.complete(prompt, one.http, cache_salt="alone", **body)
+        asked = running.complete(prompt, one.http, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+        answer = running.complete(prompt, other.http, kv_transfer_params=asked["kv_transfer_params"], **body)
+        assert generated(answer) == generated(alone)
+        assert f"kv={connector}+converted; " in answer["headers"]["x-pdmesh-route"]
         wait_nothing_staged(running)
         assert running.proxy is not None
         assert "hands over to" in running.proxy.log
