@@ -139,7 +139,7 @@ def test_a_ticket_is_held_against_the_owner_where_layouts_may_differ() -> None:
     check_owner(ticket, names)
     with pytest.raises(TransferFailed, match=r"^layout_fingerprints: .*\[theirs\], it now has \[new\]"):
         check_owner(ticket, replace(names, layout_fingerprints=("new",)))
-    with pytest.raises(TransferFailed, match="^model_fingerprint: "):
+    with pytest.raises(TransferFailed, match=r"^model_fingerprint: "):
         check_owner(ticket, replace(names, model_fingerprint="new"))
 
 
