@@ -160,7 +160,7 @@ def test_fetched_kv_that_made_way_is_computed_and_says_so() -> None:
     for _ in range(60):
         step(scheduler)
     sources = {delta.request_id: delta.kv_source for delta in reversed(scheduler.state.outbox.deltas)}
-    assert sources == {"a": "shm", "b": "recompute:preempted"}
+    assert sources == {"a": "shm", "b": "preempted:recompute"}
 
 
 # ---- planning ahead ------------------------------------------------------------------------------

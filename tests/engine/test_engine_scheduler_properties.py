@@ -54,6 +54,9 @@ class Machine(RuleBasedStateMachine):
                 stream_interval=draw(st.sampled_from([1, 1, 3])),
                 max_num_queued_reqs=draw(st.sampled_from([4096, 4096, 9])),
                 max_num_queued_tokens=draw(st.sampled_from([0, 0, 60])),
+                refetch_min=draw(st.sampled_from([0, 1, 1, 6])),
+                preempted_chunk=draw(st.sampled_from([0, 1, 5])),
+                spill_usage=draw(st.sampled_from([0.0, 0.5, 1.0])),
             )
         )
 
@@ -119,6 +122,11 @@ class Machine(RuleBasedStateMachine):
     def abort(self, which: int, everything: bool) -> None:
         request_id, choice = _pick(sorted(self.world.open), which)
         self.world.abort(request_id, -1 if everything else choice)
+
+    @precondition(lambda self: self.world.needs)
+    @rule(which=st.integers(0, 1 << 16), what=st.sampled_from(["none", "offer", "tier", "broken"]))
+    def answer(self, which: int, what: str) -> None:
+        self.world.answer(_pick(self.world.needs, which), what)
 
     @rule(num_steps=st.integers(1, 8))
     def step(self, num_steps: int) -> None:

@@ -128,6 +128,7 @@ def add_request(wish: Wish, script: Script, groups: list[KVGroup]) -> AddRequest
         source=_source_of(request_id, wish, groups),
         recompute_last=wish.source == "stock",
         store_to_tier=wish.has_offer,
+        may_refetch=True,
         # The server sends them or does not.
         block_keys=block_keys(wish.prompt, BLOCK_SIZE, root=ROOT, cache_salt=wish.salt) if number % 2 else [],
     )
@@ -138,7 +139,16 @@ def _source_of(request_id: str, wish: Wish, groups: list[KVGroup]) -> KVSource |
         return None
     length = len(wish.prompt)
     num_tokens = length // BLOCK_SIZE * BLOCK_SIZE if wish.source == "tier" else length
-    num_blocks = -(-num_tokens // BLOCK_SIZE) + (wish.source == "broken")
+    return make_source(
+        f"t-{request_id}", groups, num_tokens, num_extra=wish.source == "broken", fail_policy=wish.fail_policy
+    )
+
+
+def make_source(
+    transfer_id: str, groups: list[KVGroup], num_tokens: int, *, num_extra: int, fail_policy: str
+) -> KVSource | None:
+    """Make a source of a sequence's first tokens, with more blocks than these have where it is to be broken."""
+    num_blocks = -(-num_tokens // BLOCK_SIZE) + num_extra
     if num_blocks == 0:
         return None
     blocks = []
@@ -147,9 +157,5 @@ def _source_of(request_id: str, wish: Wish, groups: list[KVGroup]) -> KVSource |
         ids = [group * BLOCKS_PER_GROUP + place for place in range(first, num_blocks)]
         blocks.append(GroupBlocks(group=group, block_ids=ids, generations=[1] * len(ids), first_block=first))
     return KVSource(
-        transfer_id=f"t-{request_id}",
-        peer_id="p@1",
-        groups=blocks,
-        num_tokens=num_tokens,
-        fail_policy=wish.fail_policy,
+        transfer_id=transfer_id, peer_id="p@1", groups=blocks, num_tokens=num_tokens, fail_policy=fail_policy
     )

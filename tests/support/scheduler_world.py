@@ -16,14 +16,14 @@ from pdmesh.engine.block_pool import BlockPool
 from pdmesh.engine.kv_groups import KVGroup, blocks_at_once
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
-from pdmesh.engine.messages import AddRequest, BlocksComputed, OfferSealed
+from pdmesh.engine.messages import AddRequest, BlocksComputed, NeedsSource, OfferSealed, SetSource
 from pdmesh.engine.request import BrokenSequence, Sequence
 from pdmesh.engine.schedule import Schedule
 from pdmesh.engine.scheduler import Scheduler
 from pdmesh.engine.states import State
 from pdmesh.protocol.messages import ChoiceDelta
 from support.plan_worker import EOS, GARBAGE, PlanWorker, Script, chain, table_blocks
-from support.scheduler_wish import BLOCK_SIZE, BLOCKS_PER_GROUP, ROOT, Told, Wish, add_request, continued
+from support.scheduler_wish import BLOCK_SIZE, BLOCKS_PER_GROUP, ROOT, Told, Wish, add_request, continued, make_source
 from support.waiting_bound import WaitingBound
 
 VOCAB_SIZE = 100
@@ -51,6 +51,9 @@ class WorldConfig:
     stream_interval: int = 1
     max_num_queued_reqs: int = 4096
     max_num_queued_tokens: int = 0
+    refetch_min: int = 0
+    preempted_chunk: int = 0
+    spill_usage: float = 1.0
 
 
 @dataclass
@@ -102,6 +105,9 @@ class World:
             max_num_queued_reqs=config.max_num_queued_reqs,
             max_num_queued_tokens=config.max_num_queued_tokens,
             stream_interval=config.stream_interval,
+            refetch_min_tokens=config.refetch_min,
+            preempted_chunk_tokens=config.preempted_chunk,
+            spill_usage=config.spill_usage,
         )
         self.pool = BlockPool(config.num_blocks, len(groups))
         kv = KVManager(
@@ -127,6 +133,10 @@ class World:
         self.offers: dict[str, Script] = {}
         """Asked for and not released."""
         self.held: dict[str, Held] = {}
+        self.needs: list[NeedsSource] = []
+        """Not answered."""
+        self.refetches: dict[str, list[int]] = {}
+        """Transfer -> the tokens whose KV it is of, for sources that were asked for."""
         self.pulls: dict[str, OpenPull] = {}
         self.crashed: set[str] = set()
         """Requests in steps that crashed."""
@@ -244,6 +254,27 @@ class World:
         self._after_event()
         return True
 
+    def answer(self, need: NeedsSource, what: str) -> None:
+        """The server has looked: `what` is none, offer (the prompt), tier (all full blocks) or broken."""
+        self.needs.remove(need)
+        sequence = self.state.asking.get((need.request_id, need.choice))
+        source = None
+        if what != "none":
+            wish = self.wishes[need.request_id]
+            script = self.scripts[int(need.request_id.removeprefix("r"))]
+            tokens = sequence.tokens.view(0, sequence.num_tokens).tolist() if sequence is not None else script.prompt
+            num_tokens = len(wish.prompt) if what == "offer" else len(tokens) // BLOCK_SIZE * BLOCK_SIZE
+            transfer_id = f"t-{need.request_id}-{self.num_events}"
+            source = make_source(
+                transfer_id, self.state.kv.groups, num_tokens, num_extra=what == "broken", fail_policy="recompute"
+            )
+            if source is not None:
+                self.unsettled.add(transfer_id)
+                self.refetches[transfer_id] = tokens
+        kind = what if source is not None else ""
+        self.scheduler.set_source(SetSource(request_id=need.request_id, choice=need.choice, source=source, kind=kind))
+        self._after_event()
+
     def can_end_pull(self, transfer_id: str) -> bool:
         return self.pulls[transfer_id].barrier <= self.num_ended
 
@@ -287,9 +318,11 @@ class World:
         for _ in range(MAX_FINAL_EVENTS):
             for transfer_id in [each for each in self.pulls if self.can_end_pull(each)]:
                 self.end_pull(transfer_id)
+            for need in list(self.needs):
+                self.answer(need, "none")
             did_plan, did_end = self.plan(), self.end_step()
             if not did_plan and not did_end:
-                if not self.pulls and not self.offers:
+                if not self.pulls and not self.offers and not self.needs:
                     break
                 # Only offers can stand in the way for good; their leases end.
                 for offer_id in list(self.offers):
@@ -362,23 +395,27 @@ class World:
 
     def _check_idle(self) -> None:
         """An empty plan is right only while something else must happen first."""
-        if self.under_way or self.state.ledger.num_loads or self.state.ledger.num_offers:
+        if self.under_way or self.state.ledger.num_loads or self.state.ledger.num_offers or self.state.asking:
             return
         assert not self.state.running, "running, but nothing is planned"
         assert not self.state.waiting, f"waiting, but nothing is planned or under way: {list(self.state.waiting)}"
 
     def _check_offer(self, held: Held) -> None:
-        num_tokens = held.sealed.num_tokens
+        num_tokens, script = held.sealed.num_tokens, held.script
+        tokens = [*script.prompt, *continued(script, 0, num_tokens - len(script.prompt))]
+        assert len(tokens) == num_tokens
         for blocks in held.sealed.groups:
             window = self.config.windows[blocks.group]
             low = max(num_tokens - window, 0) if window else 0
             places = {blocks.first_block + index: block for index, block in enumerate(blocks.block_ids)}
-            assert self._is_kv_of(held.script, blocks.group, places, low), f"offer {held.sealed.offer_id}: not its KV"
+            assert self._is_kv_of(script, blocks.group, places, tokens, low), (
+                f"offer {held.sealed.offer_id}: not its KV"
+            )
 
-    def _is_kv_of(self, script: Script, group: int, places: dict[int, int], low: int = 0) -> bool:
-        """Whether blocks, by their places, hold the KV of a prompt from token `low` on."""
+    def _is_kv_of(self, script: Script, group: int, places: dict[int, int], tokens: list[int], low: int = 0) -> bool:
+        """Whether blocks, by their places, hold the KV of a request's tokens from `low` on."""
         for era in range(self.worker.era + 1):
-            values = chain(script.salt, group, era, script.prompt)
+            values = chain(script.salt, group, era, tokens)
             expected = {place: values[place * BLOCK_SIZE : (place + 1) * BLOCK_SIZE] for place in places}
             skipped = {place: max(low - place * BLOCK_SIZE, 0) for place in places}
             if all(
@@ -404,10 +441,14 @@ class World:
             self._check_offer(self.held[sealed.offer_id])
         for computed in outbox.computed:
             self._check_computed(computed)
+        self.needs += outbox.needs
         for pull in outbox.pulls:
             assert len(pull.source_block_ids) == len(pull.generations) == len(pull.target_block_ids) > 0
-            script = self.scripts[int(pull.transfer_id.removeprefix("t-r"))]
-            tokens = [*script.prompt, *continued(script, 0, self.wishes[f"r{script.number}"].emitted)]
+            script = self.scripts[int(pull.transfer_id.split("-")[1].removeprefix("r"))]
+            tokens = self.refetches.get(pull.transfer_id) or [
+                *script.prompt,
+                *continued(script, 0, self.wishes[f"r{script.number}"].emitted),
+            ]
             self.pulls[pull.transfer_id] = OpenPull(pull, script, tokens, self.worker.era, self.num_unsafe)
         for transfer_id in outbox.cancels:
             self.pulls[transfer_id].is_cancelled = True
@@ -424,9 +465,14 @@ class World:
 
     def _check_computed(self, computed: BlocksComputed) -> None:
         script = self.scripts[int(computed.request_id.removeprefix("r"))]
-        names = block_keys(script.prompt, BLOCK_SIZE, root=ROOT, cache_salt=script.salt)
+        for choice in range(self.wishes[computed.request_id].n):
+            tokens = [*script.prompt, *continued(script, choice, self.limits.max_model_len)]
+            names = block_keys(tokens, BLOCK_SIZE, root=ROOT, cache_salt=script.salt)
+            if computed.keys[-1] in names:
+                break
         places = {names.index(key): block for key, block in zip(computed.keys, computed.blocks.block_ids, strict=True)}
-        assert self._is_kv_of(script, 0, places), f"{computed.request_id} told the tier of blocks that are not its own"
+        is_kv = self._is_kv_of(script, 0, places, tokens)
+        assert is_kv, f"{computed.request_id} told the tier of blocks that are not its own"
 
 
 def _raise(broken: BrokenSequence) -> None:

@@ -146,6 +146,8 @@ class WaitingBound:
         chunk = max(self.limits.max_num_batched_tokens - num_behind, 1)
         if self.limits.long_prefill_token_threshold:
             chunk = min(chunk, self.limits.long_prefill_token_threshold)
+        if self.limits.preempted_chunk_tokens:
+            chunk = min(chunk, self.limits.preempted_chunk_tokens)
         if request.wants_prompt_logprobs:
             chunk = min(chunk, MAX_PROMPT_LOGPROBS_TOKENS)
         return chunk

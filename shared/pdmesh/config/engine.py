@@ -95,6 +95,12 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """Most prompt tokens of requests whose prompt is not computed yet; beyond it is a 503 with Retry-After. 0: no limit."""
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     """When a pull fails: end the request with an error, or compute the prompt here."""
+    preempted_fetch_min_tokens: Size = Field(default=256, ge=0, le=1 << 40)
+    """A request that was preempted and lacks at least so many tokens here looks for them in kvcache, at the prefill that had
+    them, or has another prefill compute them, before it computes them again. 0: it computes."""
+    preempted_chunk_tokens: Size = Field(default=256, ge=0, le=1 << 40)
+    """Most tokens per step that a preempted request computes again while there are other requests; 0: no limit but the
+    budget."""
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
     """kv_producer fetches no KV of other engines, kv_consumer offers them none. The kvcache service serves all."""
     kv_transfer_config: str = ""
@@ -115,6 +121,9 @@ class EngineConfig(ServiceConfig, HttpConfig):
     elsewhere. 0: it is waited for as long as they have time."""
     kvcache: str = ""
     """gRPC `host:port` of the kvcache service; empty: no tier."""
+    kvcache_spill_usage: float = Field(default=0.8, ge=0, le=1)
+    """With kvcache: share of KV blocks in use from which on full blocks of running requests are stored there as well, so that
+    a preempted one finds them. 1: only what is still there when one is preempted."""
     kvcache_lookup_timeout_s: float = Field(default=0.25, gt=0, le=30)
     """Longest wait for a tier lookup before the prompt is computed instead."""
 

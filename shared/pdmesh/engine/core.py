@@ -30,6 +30,7 @@ from pdmesh.engine.messages import (
     PullOwnBlock,
     ReleaseOffer,
     ResetPrefixCache,
+    SetSource,
     Shutdown,
     StepOutput,
     ToCore,
@@ -212,6 +213,9 @@ class Core:
                 # First, or what is written of its blocks might already be another request's.
                 self._links.retract(message.offer_id)
                 self._scheduler.release_offer(message.offer_id)
+            case SetSource():
+                self._has_arrivals = True
+                self._scheduler.set_source(message)
             case ConnectPeer():
                 self._links.connect(message)
             case DisconnectPeer():
@@ -293,6 +297,7 @@ class Core:
                 sealed=outbox.sealed,
                 transfers=outbox.transfers,
                 computed=outbox.computed,
+                needs=outbox.needs,
                 kv_events=self._events.take() if has_events and self._events is not None else b"",
                 stats=stats,
             )

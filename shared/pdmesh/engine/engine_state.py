@@ -18,7 +18,7 @@ from pdmesh.engine.limits import Limits
 from pdmesh.engine.messages import Stats, TransferEnded
 from pdmesh.engine.outbox import Outbox
 from pdmesh.engine.plan import NO_BLOCK
-from pdmesh.engine.request import NO_ROW, BrokenSequence, Order, Request, Sequence
+from pdmesh.engine.request import NO_ROW, BrokenSequence, Comeback, Order, Request, Sequence
 from pdmesh.engine.states import FINISH_REASON, Event, State
 from pdmesh.engine.waiting_queue import WaitingQueue
 from pdmesh.errors import MeshError
@@ -56,6 +56,8 @@ class EngineState:
         self.waiting = WaitingQueue()
         self.compiling: dict[str, Sequence] = {}
         """Those that wait for a grammar, by request id."""
+        self.asking: dict[tuple[str, int], Sequence] = {}
+        """Those that were preempted and wait for the server to find their KV, by request id and choice."""
         self.running: list[Sequence] = []
         """In order."""
         self.ledger: Ledger[Sequence] = Ledger()
@@ -135,8 +137,8 @@ class EngineState:
         self.kv.release(sequence)
         self.waiting.push(sequence)
         self.counters.num_preemptions += 1
-        if sequence.kv_bytes and not sequence.kv_source.startswith("recompute"):
-            sequence.kv_source = "recompute:preempted"
+        self._end_comeback(sequence)
+        sequence.comeback, sequence.num_told_blocks = Comeback(), 0
 
     def last_holder(self) -> Sequence | None:
         """Return the sequence that comes last of those whose blocks may be taken away."""
@@ -200,6 +202,7 @@ class EngineState:
         )
         if is_last and request.source is not None:
             self.end_source(request, request.source, reason="aborted")
+        self._end_comeback(sequence)
         del request.sequences[sequence.choice]
         if request.is_ended:
             self.note_prompt_computed(request)
@@ -215,6 +218,8 @@ class EngineState:
             self.waiting.discard(sequence)
             if self.compiling.get(request.request_id) is sequence:
                 del self.compiling[request.request_id]
+            self.asking.pop((request.request_id, sequence.choice), None)
+            self._end_comeback(sequence)
             load = self.ledger.find_load(sequence)
             if load is not None:
                 load.quarantine(self.kv.detach(sequence))
@@ -253,11 +258,16 @@ class EngineState:
             sequence.unsent_token_ids, sequence.unsent_logprobs = token_ids, logprobs
             return
         sequence.unsent_token_ids, sequence.unsent_logprobs = [], []
+        news, sequence.news = sequence.news, ""
         request = sequence.request
         if sequence.has_reported and not finish_reason:
             self.outbox.deltas.append(
                 ChoiceDelta(
-                    request_id=request.request_id, choice=sequence.choice, token_ids=token_ids, logprobs=logprobs
+                    request_id=request.request_id,
+                    choice=sequence.choice,
+                    token_ids=token_ids,
+                    logprobs=logprobs,
+                    kv_source=news,
                 )
             )
             return
@@ -274,7 +284,7 @@ class EngineState:
                 stop_token_id=stop_token_id,
                 cached_tokens=min(sequence.num_reused_tokens, request.num_prompt) if is_first else 0,
                 kv_bytes=sequence.kv_bytes if is_first else 0,
-                kv_source=sequence.kv_source if is_first else "",
+                kv_source=news or (sequence.kv_source if is_first else ""),
                 queued_s=request.queued_s if is_first else 0.0,
                 error_code="" if error is None else error.code,
                 error_message="" if error is None else error.message,
@@ -288,22 +298,32 @@ class EngineState:
         An empty reason is success: the source has served its purpose, since everything is here.
         """
         request.source = None
+        self.report_source(request.request_id, source, reason=reason)
+
+    def report_source(self, request_id: str, source: KVSource, *, reason: str) -> None:
+        """Tell the server how a source ended that was never pulled."""
         self.outbox.transfers.append(
             TransferEnded(
                 transfer_id=source.transfer_id,
                 peer_id=source.peer_id,
-                request_id=request.request_id,
+                request_id=request_id,
                 committed=not reason,
                 reason=reason,
             )
         )
+
+    def _end_comeback(self, sequence: Sequence) -> None:
+        """Let the source go that a sequence was to come back by."""
+        comeback, sequence.comeback = sequence.comeback, None
+        if comeback is not None and comeback.source is not None:
+            self.report_source(sequence.request.request_id, comeback.source, reason="aborted")
 
     def stats(self) -> Stats:
         """Return gauges and counters; the core adds what it knows of steps."""
         counters = self.counters
         return Stats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting) + self.num_held + len(self.compiling),
+            num_waiting=len(self.waiting) + self.num_held + len(self.compiling) + len(self.asking),
             num_waiting_tokens=self.waiting.num_tokens,
             num_waiting_remote=self.ledger.num_loads,
             num_blocks_used=self.kv.num_used,
@@ -326,7 +346,7 @@ class EngineState:
         assert sorted([*rows, *self._rows]) == list(range(self.limits.max_num_seqs)), "a row is lost or double"
         assert all(sequence.state in (State.WAITING, State.PREEMPTED) for sequence in self.waiting)
         assert self.waiting.num_tokens == sum(sequence.num_to_compute for sequence in self.waiting)
-        placed = len(self.running) + len(self.waiting) + self.ledger.num_owners + len(self.compiling)
+        placed = len(self.running) + len(self.waiting) + self.ledger.num_owners + len(self.compiling) + len(self.asking)
         live = sum(len(request.sequences) for request in self.requests.values())
         assert placed == live, f"{live} live sequences in {placed} places"
         assert self.num_held == sum(len(request.held) for request in self.requests.values())
@@ -366,6 +386,9 @@ class EngineState:
             case State.WAITING_FOR_GRAMMAR:
                 if self.compiling.pop(sequence.request.request_id, None) is not sequence:
                     raise BrokenSequence(sequence, f"{sequence} waits for no grammar")
+            case State.WAITING_FOR_SOURCE:
+                if self.asking.pop((sequence.request.request_id, sequence.choice), None) is not sequence:
+                    raise BrokenSequence(sequence, f"{sequence} waits for no source")
             case State.WAITING_FOR_REMOTE_KVS:
                 load = self.ledger.find_load(sequence)
                 if load is None:

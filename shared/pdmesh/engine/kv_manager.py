@@ -274,6 +274,16 @@ class KVManager:
             extend_chain(request.tier_keys, request.prompt[: num_full * self.block_size], self.block_size, parent)
         return request.tier_keys
 
+    def tier_keys_of(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Return the same for the first `count` full blocks of prompt and output; the output's are hashed anew each time."""
+        keys = self.tier_keys(sequence)[:count]
+        if len(keys) < count:
+            parent = keys[-1] if keys else first_parent(self._tier_root, cache_salt=sequence.request.cache_salt)
+            start, end = len(keys) * self.block_size, count * self.block_size
+            keys = list(keys)
+            extend_chain(keys, sequence.tokens.view(start, end), self.block_size, parent)
+        return keys
+
     def check_integrity(self, holders: Iterable[BlockLists]) -> None:
         """Assert that references and holders agree."""
         self._pool.check_integrity(blocks for lists in holders for blocks in lists)

@@ -27,4 +27,10 @@ class Limits:
     """Requests, each choice counted."""
     max_num_queued_tokens: int = 0
     """Prompt tokens of requests whose prompt is not computed; 0: no limit."""
+    refetch_min_tokens: int = 0
+    """Least tokens missing after a preemption for which the server is asked for a source; 0: never."""
+    preempted_chunk_tokens: int = 0
+    """Most tokens per step that a preempted sequence computes again beside others; 0 is off."""
+    spill_usage: float = 1.0
+    """Share of blocks in use from which on full blocks are named to the tier as they come; 1: at preemption only."""
     stream_interval: int = 1

@@ -25,6 +25,19 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """With a source: recompute the last prompt token and sample from it (the stock vLLM flow, no emitted tokens)."""
     store_to_tier: bool = False
     """Report newly computed full prompt blocks as BlocksComputed."""
+    may_refetch: bool = False
+    """After a preemption the server may know a source: ask for it with NeedsSource."""
+
+
+class SetSource(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to NeedsSource."""
+
+    request_id: str
+    choice: int
+    source: KVSource | None = None
+    """None: nothing is to be had, compute it."""
+    kind: str = ""
+    """Where the source is: tier or offer."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -88,7 +101,16 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToCore = (
-    AddRequest | Abort | ReleaseOffer | ConnectPeer | DisconnectPeer | ResetPrefixCache | Ping | PullOwnBlock | Shutdown
+    AddRequest
+    | Abort
+    | ReleaseOffer
+    | ConnectPeer
+    | DisconnectPeer
+    | ResetPrefixCache
+    | SetSource
+    | Ping
+    | PullOwnBlock
+    | Shutdown
 )
 
 
@@ -189,6 +211,19 @@ class BlocksComputed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     blocks: GroupBlocks
 
 
+class NeedsSource(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A preempted choice's turn has come and its KV is not here; it waits until SetSource, others go on."""
+
+    request_id: str
+    choice: int
+    num_cached: int
+    """Leading tokens that are here."""
+    keys: list[bytes] = []
+    """The tier's names of the full blocks of its prompt and output; empty where the tier has nothing for it."""
+    after: str = ""
+    """The kind of source that was tried last and failed."""
+
+
 class PeerConnected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peer_id: str
     connector: str
@@ -266,6 +301,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sealed: list[OfferSealed] = []
     transfers: list[TransferEnded] = []
     computed: list[BlocksComputed] = []
+    needs: list[NeedsSource] = []
     stats: Stats | None = None
     kv_events: bytes = b""
     """What `KVEventLog.take` gave: an encoded batch to publish; empty when there is none."""

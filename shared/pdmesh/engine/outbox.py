@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.connector.base import Pull
 from pdmesh.engine.conversion import ConvertingPull
-from pdmesh.engine.messages import BlocksComputed, OfferSealed, TransferEnded
+from pdmesh.engine.messages import BlocksComputed, NeedsSource, OfferSealed, TransferEnded
 from pdmesh.protocol.messages import ChoiceDelta
 
 
@@ -16,6 +16,7 @@ class Outbox:
     sealed: list[OfferSealed] = field(default_factory=list)
     transfers: list[TransferEnded] = field(default_factory=list)
     computed: list[BlocksComputed] = field(default_factory=list)
+    needs: list[NeedsSource] = field(default_factory=list)
     pulls: list[Pull | ConvertingPull] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     """Transfer ids."""
@@ -23,4 +24,4 @@ class Outbox:
     @property
     def has_reports(self) -> bool:
         """Whether there is anything for the server."""
-        return bool(self.deltas or self.sealed or self.transfers or self.computed)
+        return bool(self.deltas or self.sealed or self.transfers or self.computed or self.needs)

@@ -1,6 +1,7 @@
 """What a step's results do to its sequences: tokens computed, a token appended, the prompt done, the end reached."""
 
 from pdmesh import errors
+from pdmesh.engine.comebacks import Comebacks
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.plan import NO_TOKEN, RowFailure, StepPlan, StepResult
 from pdmesh.engine.remote_kv import RemoteKV
@@ -13,9 +14,10 @@ from pdmesh.protocol.messages import TokenLogprobs
 class Progress:
     """Applies results to the engine's state."""
 
-    def __init__(self, state: EngineState, remote: RemoteKV) -> None:
+    def __init__(self, state: EngineState, remote: RemoteKV, comebacks: Comebacks) -> None:
         self._state = state
         self._remote = remote
+        self._comebacks = comebacks
         self._eos = state.limits.eos_token_ids
 
     def advance(self, sequence: Sequence, index: int, plan: StepPlan, result: StepResult) -> None:
@@ -53,10 +55,10 @@ class Progress:
             return
         if not request.is_prompt_computed:
             self._state.note_prompt_computed(request)
-            if request.offer_id:
-                self._remote.seal_offer(sequence)
             if request.store_to_tier:
                 self._remote.report_computed(sequence)
+        if request.offer_id and sequence.num_computed >= request.num_offered:
+            self._remote.seal_offer(sequence)
         self._state.free_next(request, sequence)
 
     def is_at_end(self, request: Request, num_output: int) -> bool:
@@ -69,11 +71,13 @@ class Progress:
         has_new_block = sequence.num_computed >= (sequence.num_registered + 1) * kv.block_size
         if has_new_block:
             kv.register(sequence)
-        if request.held or not request.is_prompt_computed:
+        if request.held or not request.is_prompt_computed or request.offer_id:
             self.note_prompt(sequence)
         if has_new_block:
             # Behind the offer, which keeps what the prompt's last token reads.
             kv.drop_unneeded(sequence)
+            if request.store_to_tier and kv.num_used >= self._state.limits.spill_usage * kv.num_blocks:
+                self._comebacks.spill(sequence)
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         sequence.tokens.append(token_id)

@@ -9,6 +9,7 @@ from enum import Enum, auto
 
 from pdmesh.connector.base import Pull, PullResult
 from pdmesh.connector.ledger import BlockLists, Load, PullPlan, plan_pull
+from pdmesh.engine.comebacks import NEVER_SPILLED, source_of
 from pdmesh.engine.conversion import ConvertingPull, GroupPart, plan_conversion
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.kv_manager import Hit
@@ -42,11 +43,11 @@ class RemoteKV:
 
     def begin(self, sequence: Sequence, hit: Hit, *, reserve: int) -> Begun:
         """Start to pull what `hit` does not cover of the source of a waiting sequence."""
-        state, request, source = self._state, sequence.request, sequence.request.source
+        state, source = self._state, source_of(sequence)
         assert source is not None
         if sequence.wants_prompt_logprobs:
             # Every position has to be computed anyway.
-            state.end_source(request, source, reason="")
+            self._end_source(sequence, source, reason="")
             return Begun.SETTLED
         start = _first_query(sequence, source)
         num_hit = hit.num_tokens // state.kv.block_size
@@ -60,10 +61,10 @@ class RemoteKV:
             else:
                 plan = plan_pull(source, firsts=firsts, block_size=state.kv.block_size)
         except TransferFailed as exc:
-            state.end_source(request, source, reason=exc.message)
+            self._end_source(sequence, source, reason=exc.message)
             return self._fall_back(sequence, source, exc.message)
         if plan is None:
-            state.end_source(request, source, reason="")
+            self._end_source(sequence, source, reason="")
             return Begun.SETTLED
         if not state.kv.allocate(sequence, source.num_tokens, hit=hit, start=start, reserve=reserve):
             return Begun.NO_ROOM
@@ -99,7 +100,12 @@ class RemoteKV:
         state.counters.external_hits += max(load.num_tokens - sequence.num_reused_tokens, 0)
         sequence.num_computed = sequence.num_planned = sequence.num_reused_tokens = load.num_tokens
         sequence.kv_bytes = result.num_bytes
-        sequence.kv_source = "tier" if load.from_tier else connector + CONVERTED * bool(load.source.layouts)
+        if load.source.layouts:
+            sequence.num_told_blocks = NEVER_SPILLED
+        if sequence.comeback is not None and sequence.comeback.kind:
+            sequence.comeback.fetched = sequence.comeback.kind
+        else:
+            sequence.kv_source = "tier" if load.from_tier else connector + CONVERTED * bool(load.source.layouts)
         sequence.apply(Event.PULL_SUCCEEDED)
         state.kv.register(sequence, unnamed=load.unnamed)
         state.waiting.push(sequence)
@@ -108,14 +114,14 @@ class RemoteKV:
     def seal_offer(self, sequence: Sequence) -> None:
         """Keep the computed prompt's blocks for the request's offer and report them."""
         state, request = self._state, sequence.request
-        blocks = state.kv.hold(sequence, request.num_prompt)
+        blocks = state.kv.hold(sequence, request.num_offered)
         state.ledger.hold_offer(request.offer_id, blocks)
         state.outbox.sealed.append(
             OfferSealed(
                 offer_id=request.offer_id,
                 request_id=request.request_id,
                 groups=state.kv.describe(blocks),
-                num_tokens=request.num_prompt,
+                num_tokens=request.num_offered,
             )
         )
         request.offer_id = ""
@@ -140,6 +146,8 @@ class RemoteKV:
         keys = kv.tier_keys(sequence)[first:]
         if not keys or any(group.window for group in kv.groups):
             return
+        if first == 0:
+            sequence.num_told_blocks = len(keys)
         described = kv.describe([blocks[first : first + len(keys)] for blocks in sequence.blocks])
         self._state.outbox.computed.append(
             BlocksComputed(request_id=sequence.request.request_id, keys=keys, blocks=described[0])
@@ -151,7 +159,10 @@ class RemoteKV:
         state, request = self._state, sequence.request
         sequence.apply(Event.PULL_STARTED)
         state.waiting.remove(sequence)
-        request.source = None
+        if sequence.comeback is not None and sequence.comeback.source is source:
+            sequence.comeback.source = None
+        else:
+            request.source = None
         # A peer's source is continued after its last token; one that begins a fresh prompt can only be the tier's.
         from_tier = sequence.num_emitted == 0 and not request.recompute_last
         state.ledger.begin_load(
@@ -165,8 +176,20 @@ class RemoteKV:
             )
         )
 
+    def _end_source(self, sequence: Sequence, source: KVSource, *, reason: str) -> None:
+        """Tell the server that a source is not pulled; without a reason because nothing of it is missing."""
+        comeback = sequence.comeback
+        if comeback is None or comeback.source is not source:
+            self._state.end_source(sequence.request, source, reason=reason)
+            return
+        comeback.source, comeback.is_settled = None, not reason
+        self._state.report_source(sequence.request.request_id, source, reason=reason)
+
     def _fall_back(self, sequence: Sequence, source: KVSource, reason: str) -> Begun:
         """Apply the failure policy to a waiting sequence without blocks."""
+        if sequence.comeback is not None and sequence.comeback.kind:
+            # Another source may be left, and computing always is.
+            return Begun.SETTLED
         if source.fail_policy == "fail":
             error = TransferFailed(f"the KV of this request could not be fetched: {reason}")
             self._state.finish(sequence, Event.FAILED, error=error)

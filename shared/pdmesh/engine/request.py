@@ -6,6 +6,7 @@ A sequence has tokens computed and tokens to compute; scheduling is nothing but 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,6 +49,10 @@ class Request:
         """KV still to be pulled; None once its transfer has begun or ended."""
         self.recompute_last = add.recompute_last
         self.store_to_tier = add.store_to_tier
+        self.may_refetch = add.may_refetch
+        is_single = len(request.choices) == 1 and request.prefill_only
+        self.num_offered = self.num_prompt + (len(request.emitted[0]) if is_single and request.emitted else 0)
+        """Leading tokens that an offer is of: choices share only the prompt."""
         self.is_prompt_computed = False
         self.is_lookup_counted = False
         """Whether the statistics know what it found in the prefix cache."""
@@ -87,6 +92,20 @@ class Request:
         return 0.0 if self.started_s is None else self.started_s - self.arrived_s
 
 
+@dataclass(slots=True)
+class Comeback:
+    """How a sequence that was preempted gets its KV back."""
+
+    source: KVSource | None = None
+    """Still to be pulled."""
+    kind: str = ""
+    """Where that is, or was when it failed."""
+    is_settled: bool = False
+    """Nobody is asked for a source any more."""
+    fetched: str = ""
+    """Where its KV was fetched from."""
+
+
 class BrokenSequence(Exception):
     """A sequence met an event that cannot happen to it: a bug of the engine, which ends its request."""
 
@@ -103,6 +122,7 @@ class Sequence:
         "blocks",
         "capacity",
         "choice",
+        "comeback",
         "end",
         "has_reported",
         "is_holding",
@@ -111,15 +131,18 @@ class Sequence:
         "kv_bytes",
         "kv_source",
         "may_register",
+        "news",
         "num_computed",
         "num_emitted",
         "num_in_flight",
         "num_planned",
         "num_registered",
         "num_reused_tokens",
+        "num_told_blocks",
         "num_wanted",
         "order",
         "prompt_logprobs",
+        "recompute_end",
         "request",
         "row",
         "state",
@@ -165,8 +188,16 @@ class Sequence:
         self.may_register = True
         self.num_reused_tokens = 0
         """Leading tokens whose KV was not computed here: found, or pulled."""
+        self.num_told_blocks = 0
+        """Leading blocks whose content the tier has been told of."""
         self.kv_source = ""
         self.kv_bytes = 0
+        self.comeback: Comeback | None = None
+        """Set while it waits for its turn after a preemption."""
+        self.recompute_end = 0
+        """Tokens that it had when it began to compute again what a preemption took."""
+        self.news = ""
+        """`kv_source` of its next delta, when something happened to it."""
         self.has_reported = False
         """Whether its first delta is out."""
         self.unsent_token_ids: list[int] = []

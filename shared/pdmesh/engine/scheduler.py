@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 from pdmesh.connector.base import PullResult
 from pdmesh.engine.admission import Admission
+from pdmesh.engine.comebacks import Comebacks, source_of
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
-from pdmesh.engine.messages import AddRequest
+from pdmesh.engine.messages import AddRequest, SetSource
 from pdmesh.engine.plan import BlockUpdate, NewRow, StepResult
 from pdmesh.engine.progress import Progress, end_of
 from pdmesh.engine.remote_kv import Begun, RemoteKV
@@ -43,7 +44,8 @@ class Scheduler:
         self._max_active = limits.max_num_active_seqs or limits.max_num_seqs
         self._admission = Admission(self.state, check_extra)
         self._remote = RemoteKV(self.state)
-        self._progress = Progress(self.state, self._remote)
+        self._comebacks = Comebacks(self.state)
+        self._progress = Progress(self.state, self._remote, self._comebacks)
         self._num_requests = 0
         self._num_logits_left = MAX_PROMPT_LOGPROBS_TOKENS
         self._blocked: Sequence | None = None
@@ -77,6 +79,10 @@ class Scheduler:
     def release_offer(self, offer_id: str) -> None:
         """Let the blocks of an offer go."""
         self._remote.release_offer(offer_id)
+
+    def set_source(self, message: SetSource) -> None:
+        """Take in where a preempted choice's KV may be pulled from, if from anywhere."""
+        self._comebacks.answer(message)
 
     def end_pull(self, result: PullResult, connector: str) -> None:
         """Take in the end of a pull that the outbox ordered."""
@@ -207,7 +213,11 @@ class Scheduler:
             else:
                 # A long prompt leaves a token for each of those behind it, so that none of them stands still.
                 num_behind = len(state.running) - place - 1
-                count = self._share(sequence, sequence.num_wanted - start, min(max(budget - num_behind, 1), cap))
+                count = self._share(
+                    sequence,
+                    sequence.num_wanted - start,
+                    min(max(budget - num_behind, 1), self._cap_for(sequence, start, cap)),
+                )
                 if count == 0 or not self._make_room(schedule, sequence, start + count):
                     continue
             schedule.add(sequence, start, count)
@@ -220,10 +230,10 @@ class Scheduler:
         num_fetching = state.ledger.num_owners + state.waiting.num_holding
         while state.waiting:
             sequence = state.waiting.first()
-            num_active = len(state.running) + (num_fetching if sequence.request.source is not None else 0)
+            num_active = len(state.running) + (num_fetching if source_of(sequence) is not None else 0)
             if num_active >= self._max_active or sequence.num_in_flight or self._is_still_blocked(sequence):
                 return
-            if budget == 0 and sequence.request.source is None:
+            if budget == 0 and source_of(sequence) is None:
                 return
             try:
                 count, may_go_on = self._admit(schedule, sequence, min(budget, cap))
@@ -242,7 +252,7 @@ class Scheduler:
         hit = None
         if not sequence.holds_blocks:
             hit = state.kv.lookup(sequence)
-            if sequence.request.source is not None and sequence is sequence.request.lead:
+            if source_of(sequence) is not None:
                 # Fetched KV cannot be taken back before it is here: it leaves a block for each that runs.
                 num_rows_blocks = len(state.running) * len(state.kv.groups)
                 begun = self._remote.begin(sequence, hit, reserve=reserve + num_rows_blocks)
@@ -250,7 +260,12 @@ class Scheduler:
                     return 0, True
                 if begun is Begun.NO_ROOM:
                     return 0, self._block(sequence, is_alone)
+            if self._comebacks.wants_source(sequence, hit) and state.kv.has_room_for_all(sequence, hit, reserve):
+                self._comebacks.ask(sequence, hit)
+                return 0, True
         start = hit.num_tokens if hit is not None else sequence.num_computed
+        if sequence.comeback is not None and not sequence.comeback.fetched:
+            budget = self._cap_preempted(budget)
         count = self._share(sequence, sequence.num_tokens - start, budget)
         if count == 0 or self._has_too_many_partial(sequence, start + count):
             return 0, False
@@ -262,6 +277,7 @@ class Scheduler:
         state.run(sequence)
         if hit is not None:
             state.note_hits(sequence, start)
+        self._comebacks.note_return(sequence, start)
         request = sequence.request
         sequence.end = sequence.num_tokens + 1 if request.prefill_only else end_of(request, self._limits.max_model_len)
         schedule.plan.new.append(self._new_row(sequence))
@@ -290,6 +306,14 @@ class Scheduler:
             return max(limits.long_prefill_token_threshold, limits.max_num_batched_tokens // (num_others + 1))
         return limits.long_prefill_token_threshold
 
+    def _cap_for(self, sequence: Sequence, start: int, cap: int) -> int:
+        """Return the most tokens for a running sequence, less for one that only computes again what it had."""
+        return self._cap_preempted(cap) if start < sequence.recompute_end else cap
+
+    def _cap_preempted(self, cap: int) -> int:
+        limits, num_others = self._limits, len(self.state.running) + len(self.state.waiting) - 1
+        return min(cap, limits.preempted_chunk_tokens) if limits.preempted_chunk_tokens and num_others > 0 else cap
+
     def _share(self, sequence: Sequence, num_to_compute: int, most: int) -> int:
         """Return how many tokens a sequence gets; none when a step under way is going to end it."""
         if sequence.num_wanted > sequence.num_tokens and sequence.num_wanted >= sequence.end:
@@ -314,7 +338,7 @@ class Scheduler:
             victim = state.last_holder()
             assert victim is not None
             try:
-                state.preempt(victim)
+                self._preempt(victim)
             except BrokenSequence as exc:
                 self.expel(exc)
             if victim is sequence or sequence.is_finished:
@@ -324,12 +348,17 @@ class Scheduler:
                 schedule.plan.updates.append(BlockUpdate(sequence.row, group, have, table[have:]))
         return True
 
+    def _preempt(self, victim: Sequence) -> None:
+        """Take a sequence's blocks away; the tier may pull what is not overwritten at once."""
+        self._comebacks.spill(victim, at_least=1)
+        self.state.preempt(victim)
+
     def _block(self, sequence: Sequence, is_alone: bool) -> bool:
         """Note that the first in line has no room. True when it is worth trying again at once."""
         victim = self.state.last_holder()
         if is_alone and victim is not None and victim is not sequence:
             # Nothing runs that could free blocks, and what those behind it hold stands in the way.
-            self.state.preempt(victim)
+            self._preempt(victim)
             return True
         self._blocked, self._blocked_num_free = sequence, self.state.kv.num_free
         return False

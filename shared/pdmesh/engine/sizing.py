@@ -131,6 +131,9 @@ def resolve_limits(config: EngineConfig, info: ModelInfo, sizes: Sizes) -> Limit
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
         stream_interval=config.stream_interval,
+        refetch_min_tokens=config.preempted_fetch_min_tokens,
+        preempted_chunk_tokens=config.preempted_chunk_tokens,
+        spill_usage=config.kvcache_spill_usage,
     )
 
 

@@ -12,6 +12,8 @@ class State(Enum):
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
+    WAITING_FOR_SOURCE = "waiting_for_source"
+    """Preempted, while the server looks for its KV elsewhere."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     """Waiting again, its blocks taken away."""
@@ -32,6 +34,8 @@ class Event(Enum):
     FREED = "freed"
     GRAMMAR_STARTED = "grammar_started"
     GRAMMAR_READY = "grammar_ready"
+    SOURCE_ASKED = "source_asked"
+    SOURCE_ANSWERED = "source_answered"
     PULL_STARTED = "pull_started"
     PULL_SUCCEEDED = "pull_succeeded"
     PULL_FAILED = "pull_failed"
@@ -51,6 +55,7 @@ _LIVE = (
     State.WAITING,
     State.WAITING_FOR_GRAMMAR,
     State.WAITING_FOR_REMOTE_KVS,
+    State.WAITING_FOR_SOURCE,
     State.RUNNING,
     State.PREEMPTED,
 )
@@ -62,6 +67,11 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.WAITING, Event.GRAMMAR_STARTED): State.WAITING_FOR_GRAMMAR,
     (State.WAITING_FOR_GRAMMAR, Event.GRAMMAR_READY): State.WAITING,
     (State.WAITING, Event.PULL_STARTED): State.WAITING_FOR_REMOTE_KVS,
+    (State.PREEMPTED, Event.SOURCE_ASKED): State.WAITING_FOR_SOURCE,
+    # The pull from the source before failed.
+    (State.WAITING, Event.SOURCE_ASKED): State.WAITING_FOR_SOURCE,
+    (State.WAITING_FOR_SOURCE, Event.SOURCE_ANSWERED): State.PREEMPTED,
+    (State.PREEMPTED, Event.PULL_STARTED): State.WAITING_FOR_REMOTE_KVS,
     (State.WAITING_FOR_REMOTE_KVS, Event.PULL_SUCCEEDED): State.WAITING,
     (State.WAITING_FOR_REMOTE_KVS, Event.PULL_FAILED): State.WAITING,
     (State.WAITING, Event.ADMITTED): State.RUNNING,
