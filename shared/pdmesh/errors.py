@@ -11,6 +11,7 @@
     ├── PeerError              another service failed or is gone; retried elsewhere
     │   ├── PeerUnavailable    503, cannot be reached or its stream broke
     │   ├── Draining           503, it is shutting down and takes nothing new
+    │   ├── Preempted          503, it gave the request's KV blocks to others and asks for the KV to be computed elsewhere
     │   ├── TransferFailed     502, KV could not be fetched or failed its checks
     │   └── HandshakeRefused   502, the two sides cannot exchange KV
     └── OwnError               this service cannot do it
@@ -102,6 +103,10 @@ class PeerUnavailable(PeerError):
 
 
 class Draining(PeerError):
+    status = 503
+
+
+class Preempted(PeerError):
     status = 503
 
 

@@ -272,7 +272,9 @@ class World:
                 self.unsettled.add(transfer_id)
                 self.refetches[transfer_id] = tokens
         kind = what if source is not None else ""
-        self.scheduler.set_source(SetSource(request_id=need.request_id, choice=need.choice, source=source, kind=kind))
+        self.scheduler.comebacks.answer(
+            SetSource(request_id=need.request_id, choice=need.choice, source=source, kind=kind)
+        )
         self._after_event()
 
     def can_end_pull(self, transfer_id: str) -> bool:

@@ -18,6 +18,7 @@ from pdmesh.errors import (
     MeshError,
     Overloaded,
     PeerUnavailable,
+    Preempted,
     TransferFailed,
 )
 from pdmesh.openai.generator import Generator, ModelCard, TokenRequest
@@ -29,7 +30,7 @@ from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.metrics import ProxyMetrics
 from pdmesh_proxy.offers import HeldOffer
 from pdmesh_proxy.prefix_index import PrefixIndex
-from pdmesh_proxy.router import DEGRADED, Decision, Reason, route
+from pdmesh_proxy.router import DEGRADED, Decision, Reason, has_help, route
 from pdmesh_proxy.running import Fallback, LegKind, RunningRequest
 from pdmesh_proxy.stream import Leg
 from pdmesh_proxy.view import EngineView
@@ -64,7 +65,8 @@ class MeshGenerator(Generator):
                                 shown = self._accept(run, delta)
                                 if shown is not None:
                                     yield shown
-                    run.prefilled = run.prefilled or kind is LegKind.PREFILL
+                    if kind is LegKind.PREFILL:
+                        run.prefilled, run.wants_prefill = True, False
                 except MeshError as error:
                     self._retry_or_raise(run, kind, engine, error)
 
@@ -157,7 +159,8 @@ class MeshGenerator(Generator):
             run.trace.reason, run.trace.why = decision.reason, decision.why
             run.trace.prefill = run.trace.decode = ""
         if decision.prefill is not None:
-            run.disaggregating = decision.reason is Reason.DISAGGREGATED
+            run.disaggregating = decision.reason in (Reason.DISAGGREGATED, Reason.PREEMPTED)
+            run.kv_settled = False
             return LegKind.PREFILL, decision.prefill
         assert decision.decode is not None
         if decision.reason is Reason.HANDOFF:
@@ -176,7 +179,9 @@ class MeshGenerator(Generator):
     @contextlib.contextmanager
     def _leg(self, run: RunningRequest, kind: LegKind, engine: EngineView) -> Iterator[Leg]:
         endpoint, session = self._cluster.session(engine)
-        with endpoint.judged(session), session.submit(run.next_leg_request(kind)) as leg:
+        can_help = run.may_be_handed_back and has_help(run.facts(), self._cluster.view())
+        request = run.next_leg_request(kind, has_help=can_help)
+        with endpoint.judged(session), session.submit(request) as leg:
             run.begin(kind, engine, endpoint, leg)
             yield leg
 
@@ -188,6 +193,8 @@ class MeshGenerator(Generator):
             self._index.record(run.prefix_keys, current.engine.peer_id)
         if delta.ticket:
             self._hold(run, delta.ticket)
+            if run.wants_prefill:
+                run.note_return("prefill")
         return run.accept(delta)
 
     def _hold(self, run: RunningRequest, sealed: bytes) -> None:
@@ -208,6 +215,10 @@ class MeshGenerator(Generator):
             self._metrics.buffer_overflows.inc()
         if run.final_error is not None or overflowed or not error.retryable:
             raise run.final_error or error
+        if isinstance(error, Preempted) and run.may_be_handed_back:
+            # Nobody failed. The engine that gave it up may be the one that takes it again.
+            run.hand_back()
+            return
         if run.num_retries >= self._config.max_retries:
             raise error
         run.num_retries += 1

@@ -44,6 +44,12 @@ class ProxyMetrics:
         self.fallbacks = Counter(
             "pdmesh_proxy_fallbacks", "Disaggregation intended but not done, by reason.", ["reason"], registry=registry
         )
+        self.preempted = Counter(
+            "pdmesh_proxy_preempted",
+            "Choices that an engine preempted and that run again, by where their KV was had.",
+            ["source"],
+            registry=registry,
+        )
         self.time_to_first_token = Histogram(
             "pdmesh_proxy_time_to_first_token_seconds",
             "Arrival until the first token left for the client.",

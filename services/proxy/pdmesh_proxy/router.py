@@ -28,6 +28,9 @@ SEQUENCE_COST_TOKENS = 32
 TOKENS_CONVERTED_PER_COMPUTED = 16
 # Above this an engine is about to preempt, which costs more than any queue.
 KV_PRESSURE = 0.95
+# A prefill with less room, or with more to compute first than this many such requests, is no help to a preempted one.
+HELPFUL_KV_USAGE = 0.8
+HELPFUL_QUEUE = 4
 
 
 class Reason(StrEnum):
@@ -53,6 +56,8 @@ class Reason(StrEnum):
     """Prefill is done; decode takes over with the ticket."""
     BEAM_SEARCH = BEAM_SEARCH
     """One engine serves all steps of it, so that each finds the one before in its prefix cache."""
+    PREEMPTED = "preempted"
+    """Decode gave its KV blocks to others; a prefill computes prompt and tokens, and decode takes over once more."""
     RESUMED = "resumed"
     """Tokens were emitted; another engine goes on from them."""
 
@@ -77,6 +82,8 @@ class RequestFacts:
     """Served whole, by one engine for all its steps."""
     preferred_engine: str = ""
     """engine_id that served the step before."""
+    wants_prefill: bool = False
+    """It was handed back by a decode that preempted it: its KV is to be computed by a prefill once more."""
     offer_owner: str = ""
     """Process (`peer_id`) with a live offer of the prompt's KV."""
     model_fingerprint: str = ""
@@ -137,6 +144,18 @@ def route(facts: RequestFacts, view: ClusterView, *, pd_min_prompt_tokens: int) 
     return _pair(facts, prefills, decodes)
 
 
+def has_help(facts: RequestFacts, view: ClusterView) -> bool:
+    """Whether some prefill could compute the KV of the request anew, should a decode preempt it."""
+    usable = [engine for engine in view.engines if _usable(engine, facts)]
+    return bool(
+        _helpful(
+            facts,
+            [engine for engine in usable if engine.can_prefill],
+            [engine for engine in usable if engine.can_decode],
+        )
+    )
+
+
 def _usable(engine: EngineView, facts: RequestFacts) -> bool:
     return _alive(engine, facts) and engine.session_id not in facts.excluded
 
@@ -165,9 +184,23 @@ def _go_on(
     takers = [engine for engine in decodes if owner is not None and compatible(owner, engine)]
     if owner is not None and takers:
         return Decision(prefill=None, decode=_taker(facts, owner, _awake(takers)), reason=Reason.HANDOFF)
+    if facts.wants_prefill and (helpful := _helpful(facts, prefills, decodes)):
+        return _pair(facts, helpful, decodes, Reason.PREEMPTED)
     if not decodes and view.wants_decode:
         return _whole(facts, _awake(prefills), _why_no_decode(facts, view))
     return _whole(facts, _awake(decodes or prefills), Reason.RESUMED)
+
+
+def _helpful(facts: RequestFacts, prefills: list[EngineView], decodes: list[EngineView]) -> list[EngineView]:
+    """Prefills that would sooner have the KV of a preempted request than the decode that computes it beside others."""
+    return [
+        engine
+        for engine in prefills
+        if not engine.resting
+        and engine.kv_usage < HELPFUL_KV_USAGE
+        and engine.waiting_tokens <= HELPFUL_QUEUE * facts.num_prompt_tokens
+        and any(compatible(engine, decode) for decode in decodes)
+    ]
 
 
 def _why_no_prefill(facts: RequestFacts, view: ClusterView) -> Reason:
@@ -208,7 +241,12 @@ def _unpaired(
     return replace(decision, why=refusal(prefill, decode))
 
 
-def _pair(facts: RequestFacts, prefills: list[EngineView], decodes: list[EngineView]) -> Decision:
+def _pair(
+    facts: RequestFacts,
+    prefills: list[EngineView],
+    decodes: list[EngineView],
+    reason: Reason = Reason.DISAGGREGATED,
+) -> Decision:
     """The cheapest prefill that some decode can fetch from; decode is chosen anew when prefill is done."""
     paired = [engine for engine in prefills if any(compatible(engine, decode) for decode in decodes)]
     own_cost = _prefill_cost(facts)
@@ -222,7 +260,7 @@ def _pair(facts: RequestFacts, prefills: list[EngineView], decodes: list[EngineV
         is_last_resort=lambda engine: min(kinds(engine)) is Exchange.ROUNDED,
     )
     takers = [engine for engine in decodes if compatible(prefill, engine)]
-    return Decision(prefill=prefill, decode=_taker(facts, prefill, takers), reason=Reason.DISAGGREGATED)
+    return Decision(prefill=prefill, decode=_taker(facts, prefill, takers), reason=reason)
 
 
 def _taker(facts: RequestFacts, owner: EngineView, takers: list[EngineView]) -> EngineView:

@@ -20,8 +20,14 @@ from pdmesh_proxy.router import RequestFacts
 from pdmesh_proxy.stream import Leg
 from pdmesh_proxy.view import EngineView
 
+# One that is preempted more often is computed where it is: each time costs the mesh its prompt.
+MAX_HAND_BACKS = 2
 # Engines bound request ids; a client's own may be as long as it likes.
 MAX_SHOWN_ID_CHARS = 200
+
+
+RETURNED = "preempted:"
+"""How `kv_source` begins of a choice that has lost its KV and runs again."""
 
 
 class LegKind(StrEnum):
@@ -89,6 +95,10 @@ class RunningRequest:
         self.model_fingerprint = self.weights_fingerprint = ""
         self.excluded: set[str] = set()
         self.num_retries = 0
+        self.num_hand_backs = 0
+        """Times that a decode has given it back after a preemption."""
+        self.wants_prefill = False
+        """It was, and its KV has not been computed elsewhere yet."""
         self.last_error: MeshError | None = None
         self.final_error: MeshError | None = None
         """Set when the request must end now whatever engines live: its time is up or the proxy shuts down."""
@@ -124,6 +134,7 @@ class RunningRequest:
             started=self.started,
             beam_search=self.request.beam_search,
             preferred_engine=self.request.preferred_engine,
+            wants_prefill=self.wants_prefill,
             offer_owner=self.offer.peer_id if self.offer is not None and self.offer.live else "",
             model_fingerprint=self.model_fingerprint,
             weights_fingerprint=self.weights_fingerprint,
@@ -131,8 +142,13 @@ class RunningRequest:
             excluded=frozenset(self.excluded),
         )
 
-    def next_leg_request(self, kind: LegKind) -> GenerateRequest:
-        """Ask for what is still missing: the open choices, after the tokens they have."""
+    @property
+    def may_be_handed_back(self) -> bool:
+        """Whether an engine that preempts it may end the leg, to have its KV computed elsewhere."""
+        return len(self.unfinished) == 1 and self.num_hand_backs < MAX_HAND_BACKS and not self.request.beam_search
+
+    def next_leg_request(self, kind: LegKind, *, has_help: bool = False) -> GenerateRequest:
+        """Ask for what is still missing: the open choices, after the tokens they have. `has_help`: a prefill could help."""
         choices = sorted(self.unfinished)
         emitted = [list(self.emitted[choice]) for choice in choices]
         sampling = self.request.sampling
@@ -150,6 +166,7 @@ class RunningRequest:
             cache_salt=self.request.cache_salt,
             priority=self.request.priority,
             deadline_s=self.deadline - self._loop.time(),
+            hand_back=has_help and kind is not LegKind.PREFILL and self.may_be_handed_back,
         )
 
     def begin(self, kind: LegKind, engine: EngineView, endpoint: Endpoint, leg: Leg) -> None:
@@ -178,6 +195,8 @@ class RunningRequest:
             self.kv_settled = True
             self._metrics.stages.labels(Stage.HANDOFF).observe(time.monotonic() - current.sent_s)
             self.release_offer()
+        if delta.kv_source.startswith(RETURNED):
+            self.note_return(delta.kv_source.removeprefix(RETURNED))
         if delta.choice not in self.unfinished:
             return None
         if delta.token_ids:
@@ -208,10 +227,21 @@ class RunningRequest:
             self._offer_endpoint.release(self.offer)
         self.offer = self._offer_endpoint = None
 
+    def hand_back(self) -> None:
+        """An engine has preempted it: go on from a prefill's KV where there is a prefill, else anywhere."""
+        self.num_hand_backs += 1
+        self.wants_prefill = True
+        self.release_offer()
+
     def fall_back(self, reason: Fallback, detail: str = "") -> None:
         """Count that disaggregation was intended and is not done."""
         self._metrics.fallbacks.labels(reason).inc()
         self.trace.fallbacks.append(detail or reason)
+
+    def note_return(self, source: str) -> None:
+        """Count that a preempted choice runs again, and where its KV came from."""
+        self._metrics.preempted.labels(source).inc()
+        self.trace.preempted.append(source)
 
     def stop_choice(self, choice: int) -> None:
         """Show nothing more of a choice; the leg goes on for the others."""
@@ -254,6 +284,8 @@ class RunningRequest:
         trace = self.trace
         if current.kind is not LegKind.DECODE and not any(self.emitted):
             trace.cached_tokens = delta.cached_tokens
+        if delta.kv_source.startswith(RETURNED):
+            return
         if current.kind is LegKind.DECODE or not trace.kv_source:
             trace.kv_source, trace.kv_bytes = delta.kv_source, delta.kv_bytes
         if delta.kv_bytes:

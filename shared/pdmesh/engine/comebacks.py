@@ -67,20 +67,25 @@ class Comebacks:
         sequence.comeback.is_settled = message.source is None
         state.waiting.push(sequence)
 
+    def cap(self, sequence: Sequence, start: int, most: int) -> int:
+        """Return the most tokens a step may have of a sequence: less beside others while it computes again what it had."""
+        state, least = self._state, self._state.limits.preempted_chunk_tokens
+        is_again = sequence.comeback is not None or start < sequence.recompute_end
+        is_alone = len(state.running) + len(state.waiting) <= 1
+        return min(most, least) if least and is_again and not is_alone else most
+
     def note_return(self, sequence: Sequence, num_here: int) -> None:
         """A preempted sequence runs again, behind `num_here` tokens: tell by what way it came back."""
         comeback, state = sequence.comeback, self._state
         if comeback is None:
             return
-        sequence.comeback = None
+        sequence.comeback, sequence.recompute_end = None, sequence.num_tokens
         num_missing = sequence.num_tokens - num_here
         where = comeback.fetched
         if not where:
             is_local = num_here > 0 and num_missing <= max(state.limits.refetch_min_tokens, state.kv.block_size)
             where = LOCAL if is_local else RECOMPUTE
         sequence.news = f"preempted:{where}"
-        if where == RECOMPUTE:
-            sequence.recompute_end = sequence.num_tokens
 
     def spill(self, sequence: Sequence, *, at_least: int = SPILL_BLOCKS) -> None:
         """Name a sequence's full blocks that the tier has not been told of, whether computed or fetched here.
@@ -105,7 +110,7 @@ class Comebacks:
         kv = self._state.kv
         if not sequence.request.store_to_tier or any(group.window for group in kv.groups):
             return []
-        return kv.tier_keys_of(sequence, count)
+        return kv.tier_keys.of_leading(sequence, count)
 
 
 def source_of(sequence: Sequence) -> KVSource | None:

@@ -215,7 +215,7 @@ class Core:
                 self._scheduler.release_offer(message.offer_id)
             case SetSource():
                 self._has_arrivals = True
-                self._scheduler.set_source(message)
+                self._scheduler.comebacks.answer(message)
             case ConnectPeer():
                 self._links.connect(message)
             case DisconnectPeer():

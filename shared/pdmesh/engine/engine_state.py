@@ -8,16 +8,16 @@ into it starts only when they have ended (see `core`).
 
 import bisect
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.connector.ledger import BlockLists, Ledger
+from pdmesh.engine.integrity import check_state
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
 from pdmesh.engine.messages import Stats, TransferEnded
 from pdmesh.engine.outbox import Outbox
-from pdmesh.engine.plan import NO_BLOCK
 from pdmesh.engine.request import NO_ROW, BrokenSequence, Comeback, Order, Request, Sequence
 from pdmesh.engine.states import FINISH_REASON, Event, State
 from pdmesh.engine.waiting_queue import WaitingQueue
@@ -340,40 +340,7 @@ class EngineState:
 
     def check_integrity(self) -> None:
         """Assert that every block and every sequence is in exactly one place."""
-        self.kv.check_integrity(self._holders())
-        assert all(sequence.state is State.RUNNING for sequence in self.running)
-        rows = [sequence.row for sequence in self.running]
-        assert sorted([*rows, *self._rows]) == list(range(self.limits.max_num_seqs)), "a row is lost or double"
-        assert all(sequence.state in (State.WAITING, State.PREEMPTED) for sequence in self.waiting)
-        assert self.waiting.num_tokens == sum(sequence.num_to_compute for sequence in self.waiting)
-        placed = len(self.running) + len(self.waiting) + self.ledger.num_owners + len(self.compiling) + len(self.asking)
-        live = sum(len(request.sequences) for request in self.requests.values())
-        assert placed == live, f"{live} live sequences in {placed} places"
-        assert self.num_held == sum(len(request.held) for request in self.requests.values())
-        for request in self.requests.values():
-            assert not request.held or request.lead.choice in request.sequences, "nobody will free the held choices"
-        uncomputed = sum(request.num_prompt for request in self.requests.values() if not request.is_prompt_computed)
-        assert self.num_uncomputed_tokens == uncomputed
-        self._check_sharing()
-
-    def _check_sharing(self) -> None:
-        """Assert that a block is shared only by sequences that will not write to it."""
-        sequences = [sequence for request in self.requests.values() for sequence in request.sequences.values()]
-        num_holders = Counter(block for each in sequences for table in each.blocks for block in table)
-        for sequence in sequences:
-            # What a pull writes to is not told by the sequence's numbers.
-            if sequence.state is not State.WAITING_FOR_REMOTE_KVS:
-                first = sequence.num_computed // self.kv.block_size
-                own = [block for table in sequence.blocks for block in table[first:] if block != NO_BLOCK]
-                assert all(num_holders[block] == 1 for block in own), f"{sequence} would write to shared blocks"
-
-    def _holders(self) -> Iterator[BlockLists]:
-        yield from self.ledger.holders()
-        for borrowed in self.borrowers:
-            yield from borrowed()
-        for request in self.requests.values():
-            for sequence in request.sequences.values():
-                yield sequence.blocks
+        check_state(self, sorted(self._rows))
 
     def _leave(self, sequence: Sequence, state: State) -> None:
         """Take a sequence out of the place that `state` means; its blocks go back, or into quarantine while a pull may write."""

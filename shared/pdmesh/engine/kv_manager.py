@@ -5,12 +5,12 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from pdmesh.engine.block_hash import BlockHasher
-from pdmesh.engine.block_key import extend_chain, first_parent
 from pdmesh.engine.block_pool import BlockPool
 from pdmesh.engine.kv_events import KVEventLog
 from pdmesh.engine.kv_groups import KVGroup, blocks_at_once
 from pdmesh.engine.plan import NO_BLOCK
 from pdmesh.engine.request import Sequence
+from pdmesh.engine.tier_keys import TierKeys
 from pdmesh.protocol.messages import GroupBlocks
 
 BlockLists = list[list[int]]
@@ -46,7 +46,7 @@ class KVManager:
         self._pool = pool
         self._hasher = hasher
         self._max_chunk_tokens = max_chunk_tokens
-        self._tier_root = tier_root
+        self.tier_keys = TierKeys(tier_root, self.block_size)
         self._events = events
         self._has_windows = any(group.window for group in groups)
 
@@ -263,26 +263,6 @@ class KVManager:
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the block copies (source, target) that the step planned now must begin with."""
         return self._pool.take_copies()
-
-    def tier_keys(self, sequence: Sequence) -> list[bytes]:
-        """Return the keys under which other processes know the prompt's full blocks."""
-        request = sequence.request
-        num_full = request.num_prompt // self.block_size
-        if len(request.tier_keys) != num_full:
-            request.tier_keys = []
-            parent = first_parent(self._tier_root, cache_salt=request.cache_salt)
-            extend_chain(request.tier_keys, request.prompt[: num_full * self.block_size], self.block_size, parent)
-        return request.tier_keys
-
-    def tier_keys_of(self, sequence: Sequence, count: int) -> list[bytes]:
-        """Return the same for the first `count` full blocks of prompt and output; the output's are hashed anew each time."""
-        keys = self.tier_keys(sequence)[:count]
-        if len(keys) < count:
-            parent = keys[-1] if keys else first_parent(self._tier_root, cache_salt=sequence.request.cache_salt)
-            start, end = len(keys) * self.block_size, count * self.block_size
-            keys = list(keys)
-            extend_chain(keys, sequence.tokens.view(start, end), self.block_size, parent)
-        return keys
 
     def check_integrity(self, holders: Iterable[BlockLists]) -> None:
         """Assert that references and holders agree."""

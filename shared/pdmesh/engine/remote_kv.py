@@ -143,7 +143,7 @@ class RemoteKV:
         """
         kv = self._state.kv
         first = sequence.num_reused_tokens // kv.block_size
-        keys = kv.tier_keys(sequence)[first:]
+        keys = kv.tier_keys.of_prompt(sequence)[first:]
         if not keys or any(group.window for group in kv.groups):
             return
         if first == 0:

@@ -14,7 +14,7 @@ from pdmesh.engine.comebacks import Comebacks, source_of
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
-from pdmesh.engine.messages import AddRequest, SetSource
+from pdmesh.engine.messages import AddRequest
 from pdmesh.engine.plan import BlockUpdate, NewRow, StepResult
 from pdmesh.engine.progress import Progress, end_of
 from pdmesh.engine.remote_kv import Begun, RemoteKV
@@ -44,8 +44,8 @@ class Scheduler:
         self._max_active = limits.max_num_active_seqs or limits.max_num_seqs
         self._admission = Admission(self.state, check_extra)
         self._remote = RemoteKV(self.state)
-        self._comebacks = Comebacks(self.state)
-        self._progress = Progress(self.state, self._remote, self._comebacks)
+        self.comebacks = Comebacks(self.state)
+        self._progress = Progress(self.state, self._remote, self.comebacks)
         self._num_requests = 0
         self._num_logits_left = MAX_PROMPT_LOGPROBS_TOKENS
         self._blocked: Sequence | None = None
@@ -79,10 +79,6 @@ class Scheduler:
     def release_offer(self, offer_id: str) -> None:
         """Let the blocks of an offer go."""
         self._remote.release_offer(offer_id)
-
-    def set_source(self, message: SetSource) -> None:
-        """Take in where a preempted choice's KV may be pulled from, if from anywhere."""
-        self._comebacks.answer(message)
 
     def end_pull(self, result: PullResult, connector: str) -> None:
         """Take in the end of a pull that the outbox ordered."""
@@ -216,7 +212,7 @@ class Scheduler:
                 count = self._share(
                     sequence,
                     sequence.num_wanted - start,
-                    min(max(budget - num_behind, 1), self._cap_for(sequence, start, cap)),
+                    min(max(budget - num_behind, 1), self.comebacks.cap(sequence, start, cap)),
                 )
                 if count == 0 or not self._make_room(schedule, sequence, start + count):
                     continue
@@ -260,13 +256,12 @@ class Scheduler:
                     return 0, True
                 if begun is Begun.NO_ROOM:
                     return 0, self._block(sequence, is_alone)
-            if self._comebacks.wants_source(sequence, hit) and state.kv.has_room_for_all(sequence, hit, reserve):
-                self._comebacks.ask(sequence, hit)
+            if self.comebacks.wants_source(sequence, hit) and state.kv.has_room_for_all(sequence, hit, reserve):
+                self.comebacks.ask(sequence, hit)
                 return 0, True
         start = hit.num_tokens if hit is not None else sequence.num_computed
-        if sequence.comeback is not None and not sequence.comeback.fetched:
-            budget = self._cap_preempted(budget)
-        count = self._share(sequence, sequence.num_tokens - start, budget)
+        most = self.comebacks.cap(sequence, start, budget)
+        count = self._share(sequence, sequence.num_tokens - start, most)
         if count == 0 or self._has_too_many_partial(sequence, start + count):
             return 0, False
         # Also when it is alone: what it needs may be held by offers and pulls, and it would start and give up for ever.
@@ -277,7 +272,7 @@ class Scheduler:
         state.run(sequence)
         if hit is not None:
             state.note_hits(sequence, start)
-        self._comebacks.note_return(sequence, start)
+        self.comebacks.note_return(sequence, start)
         request = sequence.request
         sequence.end = sequence.num_tokens + 1 if request.prefill_only else end_of(request, self._limits.max_model_len)
         schedule.plan.new.append(self._new_row(sequence))
@@ -305,14 +300,6 @@ class Scheduler:
         if limits.is_threshold_adaptive:
             return max(limits.long_prefill_token_threshold, limits.max_num_batched_tokens // (num_others + 1))
         return limits.long_prefill_token_threshold
-
-    def _cap_for(self, sequence: Sequence, start: int, cap: int) -> int:
-        """Return the most tokens for a running sequence, less for one that only computes again what it had."""
-        return self._cap_preempted(cap) if start < sequence.recompute_end else cap
-
-    def _cap_preempted(self, cap: int) -> int:
-        limits, num_others = self._limits, len(self.state.running) + len(self.state.waiting) - 1
-        return min(cap, limits.preempted_chunk_tokens) if limits.preempted_chunk_tokens and num_others > 0 else cap
 
     def _share(self, sequence: Sequence, num_to_compute: int, most: int) -> int:
         """Return how many tokens a sequence gets; none when a step under way is going to end it."""
@@ -350,7 +337,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         """Take a sequence's blocks away; the tier may pull what is not overwritten at once."""
-        self._comebacks.spill(victim, at_least=1)
+        self.comebacks.spill(victim, at_least=1)
         self.state.preempt(victim)
 
     def _block(self, sequence: Sequence, is_alone: bool) -> bool:

@@ -39,6 +39,8 @@ class Trace:
     kv_bytes: int = 0
     cached_tokens: int = 0
     fallbacks: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    """Where the KV came from, each time that an engine had preempted it: local, tier, offer, prefill or recompute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

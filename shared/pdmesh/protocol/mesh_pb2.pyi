@@ -457,6 +457,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     REMAINING_MS_FIELD_NUMBER: _builtins.int
+    HAND_BACK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prefill_only: _builtins.bool
     ticket: _builtins.bytes
@@ -464,6 +465,8 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """lower is earlier"""
     remaining_ms: _builtins.int
+    hand_back: _builtins.bool
+    """end it with Preempted when its KV was lost and is to be had nowhere"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -485,10 +488,11 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         remaining_ms: _builtins.int = ...,
+        hand_back: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choices", b"choices", "emitted", b"emitted", "prefill_only", b"prefill_only", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choices", b"choices", "emitted", b"emitted", "hand_back", b"hand_back", "prefill_only", b"prefill_only", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

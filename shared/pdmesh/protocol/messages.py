@@ -146,6 +146,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline_s: float = 600.0
     """Seconds left for the whole request when it was sent."""
+    hand_back: bool = False
+    """Who sent it has another prefill compute its KV, when it was preempted and the KV is to be had nowhere: end it with the
+    error Preempted."""
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,6 +38,7 @@ def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
         cache_salt=request.cache_salt,
         priority=request.priority,
         remaining_ms=to_ms(request.deadline_s),
+        hand_back=request.hand_back,
     )
 
 
@@ -54,6 +55,7 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
         cache_salt=message.cache_salt,
         priority=message.priority,
         deadline_s=message.remaining_ms / 1000,
+        hand_back=message.hand_back,
     )
 
 

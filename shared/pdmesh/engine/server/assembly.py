@@ -27,6 +27,7 @@ from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.outputs import Outputs
 from pdmesh.engine.server.prefix_cache_reset import PrefixCacheResets
 from pdmesh.engine.server.requests import RequestTable
+from pdmesh.engine.server.returns import Returns
 from pdmesh.engine.server.servicer import EngineServicer
 from pdmesh.engine.server.sessions import Sessions
 from pdmesh.engine.server.sources import Sources
@@ -204,6 +205,7 @@ def assemble(
             publisher=publisher,
             heart=heart,
             probe=probe,
+            returns=Returns(table=table, core=core, sources=sources, endings=endings, tasks=tasks, metrics=metrics),
         ),
         servicer=EngineServicer(
             info=info,

@@ -12,6 +12,7 @@ from pdmesh.engine.server.heart import Heart
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.kv_probe import KVProbe
 from pdmesh.engine.server.load import LoadBoard
+from pdmesh.engine.server.outputs import RETURNED
 from pdmesh.engine.server.requests import RunningRequest, Sink
 from pdmesh.engine.server.submission import StockLeg, Submission
 from pdmesh.engine.server.transfer_params import check_prompt, parse, remote_kv
@@ -91,6 +92,8 @@ class LocalGenerator(Generator):
                     raise from_code(
                         delta.error_code, delta.error_message, delta.error_param or None, request.request_id
                     )
+                if delta.kv_source.startswith(RETURNED):
+                    request.trace.preempted.append(delta.kv_source.removeprefix(RETURNED))
                 if not is_traced:
                     self._fill(request.trace, running, leg)
                     # Nothing of it changes once there is a token.

@@ -183,6 +183,13 @@ class EngineMetrics:
         self.core_silences = counter(
             "pdmesh_core_silences", "Times the engine core did not answer for too long while requests ran."
         )
+        self.preempted = by(
+            "pdmesh_preempted",
+            "Preempted choices that came back, by where their KV was had: local, tier, offer, prefill (elsewhere), recompute.",
+            "source",
+        )
+        for source in ("local", "tier", "offer", "prefill", "recompute"):
+            self.preempted.inc(source, amount=0)
         self.unexpected_errors = by("pdmesh_unexpected_errors", "Faults of this engine's own code, by place.", "place")
         self.sessions_aborted = by("pdmesh_sessions_aborted", "Proxy sessions ended with work left.", "reason")
 

@@ -31,11 +31,14 @@ from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.metrics import ADMISSION_LIMITS, EngineMetrics
 from pdmesh.engine.server.prefix_cache_reset import PrefixCacheResets
 from pdmesh.engine.server.requests import RequestTable, RunningRequest
+from pdmesh.engine.server.returns import Returns
 from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.errors import from_code
 from pdmesh.protocol.messages import ChoiceDelta
 from pdmesh.protocol.states import ABORT_REASONS
 
+RETURNED = "preempted:"
+"""How `kv_source` begins of a choice that has lost its KV and runs again."""
 SERVED = ("stop", "length", "repetition")
 """How choices end whose prompt has been computed."""
 
@@ -64,6 +67,7 @@ class Outputs:
         publisher: KVEventPublisher | None,
         heart: Heart,
         probe: KVProbe,
+        returns: Returns,
     ) -> None:
         self._table = table
         self._board = board
@@ -77,6 +81,7 @@ class Outputs:
         self._publisher = publisher
         self._heart = heart
         self._probe = probe
+        self._returns = returns
         self._num_steps = 0
 
     async def run(self, core: CoreOutputs) -> None:
@@ -113,6 +118,8 @@ class Outputs:
             if running is not None and delta.choice in running.open_choices:
                 num_tokens += len(delta.token_ids)
                 self._deliver(running, delta, now)
+        for need in output.needs:
+            self._returns.asked(need)
         if num_tokens:
             self._metrics.generation_tokens.inc(num_tokens)
         if self._tier is not None:
@@ -141,6 +148,9 @@ class Outputs:
     def _deliver(self, running: RunningRequest, delta: ChoiceDelta, now: float) -> None:
         if delta.error_param in ADMISSION_LIMITS:
             delta = self._count_rejection(running, delta)
+        returned = delta.kv_source if delta.kv_source.startswith(RETURNED) else ""
+        if returned:
+            self._metrics.preempted.inc(returned.removeprefix(RETURNED))
         first = not running.has_answered and bool(delta.token_ids or delta.finish_reason)
         if first:
             self._note_first(running, delta)
@@ -151,7 +161,7 @@ class Outputs:
             kv_committed=False,
             cached_tokens=running.num_cached if first else 0,
             kv_bytes=running.kv_bytes if first else 0,
-            kv_source=running.kv_source if first else "",
+            kv_source=returned or (running.kv_source if first else ""),
         )
         if running.request.prefill_only:
             self._deliver_first_token(running, delta)
@@ -195,7 +205,7 @@ class Outputs:
         running.queued_s = delta.queued_s
         if running.fetch_failure:
             running.kv_source = f"recompute:{running.fetch_failure}"
-        elif not running.kv_source or delta.kv_source.startswith("recompute"):
+        elif not running.kv_source or delta.kv_source.startswith(("recompute", RETURNED)):
             running.kv_source = delta.kv_source
         self._metrics.prompt_tokens.inc(len(running.request.token_ids))
         self._metrics.prompt_tokens_cached.inc(delta.cached_tokens)

@@ -4,14 +4,16 @@ What cannot be fetched ends in the failure policy here, before the core has seen
 same policy there. A ticket or parameters that nobody of this mesh made are refused outright.
 """
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
 from pdmesh.config import EngineConfig
 from pdmesh.connector.peers import Peer, PeerDirectory
-from pdmesh.engine.messages import CoreReady
+from pdmesh.engine.messages import CoreReady, NeedsSource
 from pdmesh.engine.server.attempts import Attempts, Target, reason_of
 from pdmesh.engine.server.fetches import Fetch, Fetches, Origin
 from pdmesh.engine.server.identity import engine_id_of
@@ -23,12 +25,25 @@ from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.engine.server.transfer_params import RemoteKV
 from pdmesh.errors import PeerError, PeerUnavailable, TransferFailed
 from pdmesh.protocol.exchange import KVNames
-from pdmesh.protocol.messages import GroupBlocks, KVSource
+from pdmesh.protocol.messages import GenerateRequest, GroupBlocks, KVSource
 from pdmesh.protocol.ticket import Ticket, unseal
 from pdmesh.protocol.transfers import Begun, OfferView
 from pdmesh.security import MeshSecret
 
+log = logging.getLogger(__name__)
+
 RECOMPUTE = "recompute"
+TIER, OFFER = "tier", "offer"
+"""Kinds of sources of a preempted request, in the order in which they are tried."""
+PREEMPTED_REASON = "not_needed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Where a preempted request's KV may be pulled from; by default from nowhere."""
+
+    source: KVSource | None = None
+    kind: str = ""
 
 
 class Sources:
@@ -77,6 +92,34 @@ class Sources:
             running.fetch_failure = reason_of(exc)
             self._metrics.fallbacks.inc(running.fetch_failure)
         return await self._from_tier(running, keys)
+
+    def may_find_again(self, running: RunningRequest) -> bool:
+        """Whether a source may be found for the request after a preemption."""
+        return bool(self._tier or running.request.ticket)
+
+    async def find_again(self, running: RunningRequest, need: NeedsSource) -> Found:
+        """Begin a pull for a preempted request from the first place that has more than the core, after `need.after`.
+
+        The tier comes first, unless the offer holds so much more that what is missing would be fetched once more.
+        """
+        in_tier = None
+        if not need.after and (in_tier := await self._begin_at_tier(running, need.keys)) is not None:
+            num_more = in_tier[1].num_tokens - need.num_cached
+            num_offered = len(running.request.token_ids) if running.request.ticket else 0
+            if num_more <= 0 or num_offered - in_tier[1].num_tokens >= self._config.preempted_fetch_min_tokens:
+                self._fetches.failed(in_tier[0], PREEMPTED_REASON)
+                in_tier = None
+        if in_tier is not None:
+            return Found(source=self._source(*in_tier, fail_policy=RECOMPUTE), kind=TIER)
+        # What the ticket's pull failed for the first time, it would fail for again.
+        has_offer = running.request.ticket and not running.fetch_failure and need.after != OFFER
+        if not has_offer or len(running.request.token_ids) <= need.num_cached:
+            return Found()
+        try:
+            return Found(source=await self._from_ticket(running), kind=OFFER)
+        except PeerError as exc:
+            log.debug("the offer of %s is not to be had any more: %s", running.request.request_id, exc.message)
+            return Found()
 
     async def _from_ticket(self, running: RunningRequest) -> KVSource:
         ticket = unseal(running.request.ticket, self._secret)
@@ -131,13 +174,16 @@ class Sources:
         return msgspec.structs.replace(source, offer_id=offer_id)
 
     async def _from_tier(self, running: RunningRequest, keys: list[bytes]) -> KVSource | None:
+        begun = await self._begin_at_tier(running, keys)
+        # A lost tier costs time, never the answer.
+        return None if begun is None else self._source(*begun, fail_policy=RECOMPUTE)
+
+    async def _begin_at_tier(self, running: RunningRequest, keys: list[bytes]) -> tuple[Fetch, OfferView] | None:
         if self._tier is None or not keys:
             return None
         deadline_s = _fetch_time_s(running)
         target = Target(running=running, origin=Origin.TIER, address=self._tier.address, deadline_s=deadline_s)
-        begun = await self._tier.find(partial(self._attempts.begin, target), keys, deadline_s)
-        # A lost tier costs time, never the answer.
-        return None if begun is None else self._source(*begun, fail_policy=RECOMPUTE)
+        return await self._tier.find(partial(self._attempts.begin, target), keys, deadline_s)
 
     def _source(self, fetch: Fetch, view: OfferView, *, fail_policy: str) -> KVSource:
         """What the core is to pull, and how long that may take beside the pulls that are under way."""
@@ -166,9 +212,9 @@ def check_ticket(ticket: Ticket, running: RunningRequest, ready: CoreReady) -> N
     if ready.description is None or not ready.staging_bytes:
         # Else the owner's are in the handshake, which refuses what cannot be converted.
         _check_alike(ticket, ready.model_fingerprint, ready.layout_fingerprints, "this request needs")
-    if ticket.num_tokens != len(request.token_ids):
+    if ticket.num_tokens != (num_offered := _num_offered(ticket, request)):
         raise TransferFailed(
-            f"num_tokens: the ticket's owner has [{ticket.num_tokens}], this request needs [{len(request.token_ids)}]"
+            f"num_tokens: the ticket's owner has [{ticket.num_tokens}], this request needs [{num_offered}]"
         )
     for place, choice in enumerate(request.choices):
         first = ticket.first_tokens.get(choice, [])
@@ -189,6 +235,14 @@ def _check_alike(ticket: Ticket, model: str, layouts: list[str], whose: str) -> 
     ):
         if theirs != ours:
             raise TransferFailed(f"{what}: the ticket's owner has [{theirs}], {whose} [{ours}]")
+
+
+def _num_offered(ticket: Ticket, request: GenerateRequest) -> int:
+    """Tokens that a ticket must be of: the prompt, and what had been emitted before prefill where there is one choice."""
+    num_prompt = len(request.token_ids)
+    first = ticket.first_tokens.get(request.choices[0], []) if len(request.choices) == 1 else []
+    # An older prefill offers the prompt only.
+    return num_prompt if ticket.num_tokens == num_prompt else num_prompt + max(len(first) - 1, 0)
 
 
 def _as_transfer_failure(error: PeerError) -> PeerError:

@@ -23,6 +23,8 @@ def describe_route(traces: Iterable[Trace]) -> str:
     fallbacks = _joined(fallback for trace in known for fallback in trace.fallbacks)
     if fallbacks:
         fields["fallbacks"] = fallbacks
+    if preempted := _joined(source for trace in known for source in trace.preempted):
+        fields["preempted"] = preempted
     if why := _joined(trace.why for trace in known):
         fields["why"] = why[:MAX_WHY_CHARS]
     return "; ".join(f"{name}={value}" for name, value in fields.items())
