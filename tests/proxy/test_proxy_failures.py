@@ -49,8 +49,8 @@ def test_decode_dies_and_another_goes_on_without_a_seam(die_after: int, n: int) 
                 assert request.trace.decode == living.engine_id
                 assert request.trace.fallbacks[0] == "decode:PeerUnavailable"
                 assert mesh.metric("pdmesh_proxy_retries_total", error="PeerUnavailable") == 1
-                # The offer was live when decode died before it had fetched, and gone when it died after.
-                assert bool(living.requests[0].ticket) == (die_after == 0)
+                # The offer is kept for a while after decode has fetched it.
+                assert living.requests[0].ticket
                 await until(lambda: not prefill.offers.open)
 
     asyncio.run(scenario())

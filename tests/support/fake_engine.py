@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from pdmesh.auth import AuthInterceptor
-from pdmesh.errors import MeshError, TransferFailed
+from pdmesh.errors import MeshError, Preempted, TransferFailed
 from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.capabilities import OWN, capabilities_to_pb
@@ -63,6 +63,8 @@ class Behaviour:
     refuse_fetch: MeshError | None = None
     """Answer every request that has a ticket with this error."""
     recompute_fetch: bool = False
+    hand_back_at: int | None = None
+    """The first request that may be handed back is, once it has so many tokens."""
     answer_pings: bool = True
     heed_aborts: bool = True
     hold: asyncio.Event | None = None
@@ -126,6 +128,8 @@ class FakeEngine(EngineServicer):
         self.num_sessions = 0
         self.num_pings = 0
         self.draining = False
+        self.drain_ms = 0
+        self.kv_usage = 0.0
         self._load_changed = asyncio.Event()
         self._server: grpc.aio.Server | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -164,8 +168,12 @@ class FakeEngine(EngineServicer):
             if task is not asyncio.current_task():
                 task.cancel()
 
-    def drain(self) -> None:
-        self.draining = True
+    def drain(self, within_ms: int = 0) -> None:
+        self.draining, self.drain_ms = True, within_ms
+        self._load_changed.set()
+
+    def use(self, kv_usage: float) -> None:
+        self.kv_usage = kv_usage
         self._load_changed.set()
 
     # ---- rpc -----------------------------------------------------------------------------------
@@ -280,6 +288,11 @@ class FakeEngine(EngineServicer):
                 deltas[-1] = self._with_ticket(request, deltas[-1], tokens)
             if deltas:
                 frames.put_nowait(self._frame(request, *deltas))
+            hand_back_at = self.behaviour.hand_back_at
+            if request.hand_back and hand_back_at is not None and len(tokens[request.choices[0]]) >= hand_back_at:
+                self.behaviour.hand_back_at = None
+                frames.put_nowait(self._frame(request, _error_delta(request, Preempted("no room"))))
+                return
             die_after = self.behaviour.die_after
             if die_after is not None and max(map(len, tokens.values())) >= die_after:
                 await asyncio.sleep(0.02)
@@ -359,7 +372,13 @@ class FakeEngine(EngineServicer):
         self._keep(asyncio.create_task(self.kill()))
 
     def _load(self) -> pb.LoadReport:
-        return pb.LoadReport(num_running=len(self.running), draining=self.draining, epoch=self.info.epoch)
+        return pb.LoadReport(
+            num_running=len(self.running),
+            draining=self.draining,
+            epoch=self.info.epoch,
+            kv_usage=self.kv_usage,
+            drain_remaining_ms=self.drain_ms,
+        )
 
     def _keep(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
         self._tasks.add(task)

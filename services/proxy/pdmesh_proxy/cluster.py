@@ -39,6 +39,7 @@ class Cluster:
             heartbeat_interval_s=config.heartbeat_interval_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             buffer_tokens=config.request_buffer_tokens,
+            keep_offers_s=config.keep_offers_s,
         )
         self._discovery = Discovery(
             {Listed.PREFILL: config.prefill, Listed.DECODE: config.decode},

@@ -46,6 +46,9 @@ class ProxyConfig(ServiceConfig, HttpConfig):
     heartbeat_timeout_s: float = Field(default=6.0, gt=0, le=300)
     """Silence after which an engine is taken for dead and its requests go on elsewhere; more than the interval, less than an
     offer's lease."""
+    keep_offers_s: float = Field(default=30.0, ge=0, le=3600)
+    """Seconds that a prefill keeps a prompt's KV once decode has it, for as long as the request runs: one that is preempted, or
+    whose decode dies, fetches it again. Only while the prefill uses less than half of its KV blocks. 0: not kept."""
     prefix_index_entries: int = Field(default=1 << 16, ge=0, le=1 << 24)
     """Most prompt chunks (64 tokens each) whose last engine is remembered; 0: no prefix affinity."""
 

@@ -11,7 +11,7 @@ import grpc.aio
 from pdmesh.errors import PeerUnavailable
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh_proxy.grpc_errors import translated
-from pdmesh_proxy.offers import HeldOffers
+from pdmesh_proxy.offers import KEEP_KV_USAGE, HeldOffers
 
 Call = grpc.aio.StreamStreamCall[pb.ControlUp, pb.ControlDown]
 
@@ -43,6 +43,7 @@ class ControlStream:
         self._on_change, self._on_beat, self._is_idle = on_change, on_beat, is_idle
         self._aborts: list[pb.AbortChoice] = []
         self._wake = asyncio.Event()
+        self._drains = asyncio.Event()
         self._unanswered_since_s: float | None = None
 
     def abort(self, request_id: str, choice: int) -> None:
@@ -54,6 +55,11 @@ class ControlStream:
         """Send what is pending now rather than with the next beat, and beat faster from now on unless idle."""
         self._wake.set()
 
+    async def drains(self) -> float:
+        """Return when the engine shuts down, with the seconds that what runs there has."""
+        await self._drains.wait()
+        return self.load.drain_remaining_ms / 1000
+
     async def read(self) -> NoReturn:
         """Take what the engine says. Raises PeerUnavailable when the stream breaks."""
         with translated(self._address):
@@ -63,6 +69,10 @@ class ControlStream:
                 self.answered = True
                 if down.HasField("load"):
                     self.load = down.load
+                    if down.load.draining and down.load.drain_remaining_ms:
+                        self._drains.set()
+                    if not can_keep(down.load) and self._offers.release_kept():
+                        self.wake()
                 if before != (True, self.load.draining):
                     self._on_change()
                 for offer_id in down.ended_offers:
@@ -91,6 +101,7 @@ class ControlStream:
 
     def _next_message(self, ping: int) -> pb.ControlUp:
         aborts, self._aborts = self._aborts, []
+        self._offers.release_kept(overdue_only=True)
         return pb.ControlUp(
             aborts=aborts,
             renew_offers=self._offers.held if ping else (),
@@ -117,3 +128,8 @@ class ControlStream:
 
     def _raise_silent(self) -> NoReturn:
         raise PeerUnavailable(f"engine at {self._address} has not answered for {self._timeout_s:g} s")
+
+
+def can_keep(load: pb.LoadReport) -> bool:
+    """Whether an engine has room for KV that is kept in case it is needed again."""
+    return load.kv_usage < KEEP_KV_USAGE and not load.draining

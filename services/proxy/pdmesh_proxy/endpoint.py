@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pdmesh.breaker import Breaker, BreakerState
 from pdmesh.errors import DeadlineExceeded, MeshError, PeerUnavailable
 from pdmesh.security import MeshSecret
+from pdmesh_proxy.control_stream import can_keep
 from pdmesh_proxy.discovery import Listed
 from pdmesh_proxy.engine_session import EngineSession, SessionSettings, open_session
 from pdmesh_proxy.metrics import ProxyMetrics
@@ -137,6 +138,13 @@ class Endpoint:
     def hold(self, offer: HeldOffer) -> None:
         """Renew an offer of this engine until it is released."""
         self._offers.hold(offer)
+
+    def keep(self, offer: HeldOffer) -> bool:
+        """Hold an offer a while longer although decode has its KV; False when that is not wanted."""
+        if self._connected is None or not self._settings.keep_offers_s or not can_keep(self._connected.control.load):
+            return False
+        self._offers.keep(offer, self._settings.keep_offers_s)
+        return True
 
     def release(self, offer: HeldOffer) -> None:
         """Give an offer back; without a session its lease ends it."""

@@ -48,6 +48,7 @@ class SessionSettings:
     heartbeat_interval_s: float
     heartbeat_timeout_s: float
     buffer_tokens: int
+    keep_offers_s: float = 0.0
 
 
 class SessionClosed(Exception):
@@ -138,6 +139,7 @@ class EngineSession:
                 tasks.create_task(self._write_data())
                 tasks.create_task(self.control.read())
                 tasks.create_task(self.control.write())
+                tasks.create_task(self._hand_over())
         except* SessionClosed:
             pass
         except* MeshError as group:
@@ -152,6 +154,21 @@ class EngineSession:
         if cause is not None:
             self._metrics.stream_breaks.inc(not expected)
             raise cause
+
+    async def _hand_over(self) -> None:
+        """When the engine shuts down: move what will not end in time, at once and after half of that time.
+
+        While it serves its KV to whoever goes on there; requests that nobody else can take stay.
+        """
+        drain_s = await self.control.drains()
+        until_s = time.monotonic() + drain_s
+        for wait_s in (0.0, drain_s / 2):
+            await asyncio.sleep(wait_s)
+            left_s = until_s - time.monotonic()
+            # Without a rate yet it may be about to begin: the first time it gets its chance.
+            for leg in [each for each in self._legs.values() if wait_s or each.started]:
+                if not leg.ends_within(left_s):
+                    leg.move(Draining(f"engine {self.info.engine_id} at {self.address} is shutting down"))
 
     # ---- data ----------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ leg that goes on after the tokens already shown, so that a client sees time pass
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -182,8 +183,15 @@ class MeshGenerator(Generator):
         can_help = run.may_be_handed_back and has_help(run.facts(), self._cluster.view())
         request = run.next_leg_request(kind, has_help=can_help)
         with endpoint.judged(session), session.submit(request) as leg:
+            leg.may_move = lambda: self._could_move(run, engine)
             run.begin(kind, engine, endpoint, leg)
             yield leg
+
+    def _could_move(self, run: RunningRequest, engine: EngineView) -> bool:
+        """Whether another engine than this one could go on with a request now."""
+        facts = dataclasses.replace(run.facts(), excluded=frozenset(run.excluded | {engine.session_id}))
+        decision = route(facts, self._cluster.view(), pd_min_prompt_tokens=self._config.pd_min_prompt_tokens)
+        return decision is not None and run.final_error is None
 
     def _accept(self, run: RunningRequest, delta: ChoiceDelta) -> ChoiceDelta | None:
         current = run.current
@@ -219,9 +227,11 @@ class MeshGenerator(Generator):
             # Nobody failed. The engine that gave it up may be the one that takes it again.
             run.hand_back()
             return
-        if run.num_retries >= self._config.max_retries:
-            raise error
-        run.num_retries += 1
+        # An engine that shuts down has not failed, and is not asked again.
+        if not isinstance(error, Draining):
+            if run.num_retries >= self._config.max_retries:
+                raise error
+            run.num_retries += 1
         run.last_error = error
         self._metrics.retries.labels(error.code).inc()
         run.trace.fallbacks.append(f"{kind}:{error.code}")

@@ -1,6 +1,14 @@
-"""The offers that this proxy holds at one engine: renewed with every heartbeat, released when nobody needs them any more."""
+"""The offers that this proxy holds at one engine: renewed with every heartbeat, released when nobody needs them any more.
 
+Once decode has an offer's KV it may be *kept* a while, in case the request needs it again: as long as the engine has blocks
+to spare, is not shutting down, and the request runs.
+"""
+
+import time
 from dataclasses import dataclass
+
+# Above this share of its blocks in use an engine needs them for prompts to come.
+KEEP_KV_USAGE = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +29,7 @@ class HeldOffers:
     def __init__(self) -> None:
         self._held: dict[str, HeldOffer] = {}
         self._released: list[str] = []
+        self._kept_until_s: dict[str, float] = {}
 
     def __bool__(self) -> bool:
         return bool(self._held or self._released)
@@ -38,10 +47,22 @@ class HeldOffers:
         """Give one back; says whether there is something to tell the engine."""
         if not offer.live:
             return False
-        offer.live = False
-        del self._held[offer.offer_id]
+        self.ended(offer.offer_id)
         self._released.append(offer.offer_id)
         return True
+
+    def keep(self, offer: HeldOffer, seconds: float) -> None:
+        """Nobody needs this one now; hold it for so long all the same, unless `release_kept` comes first."""
+        if offer.live:
+            self._kept_until_s[offer.offer_id] = time.monotonic() + seconds
+
+    def release_kept(self, *, overdue_only: bool = False) -> bool:
+        """Give back those that are only kept; says whether there is something to tell the engine."""
+        now = time.monotonic()
+        due = [each for each, until_s in self._kept_until_s.items() if not overdue_only or until_s <= now]
+        for offer_id in due:
+            self.release(self._held[offer_id])
+        return bool(due)
 
     def release_unheld(self, offer_id: str) -> None:
         """Give back one whose request ended before it came."""
@@ -54,6 +75,7 @@ class HeldOffers:
 
     def ended(self, offer_id: str) -> None:
         """The engine says that it is no longer there."""
+        self._kept_until_s.pop(offer_id, None)
         if (offer := self._held.pop(offer_id, None)) is not None:
             offer.live = False
 

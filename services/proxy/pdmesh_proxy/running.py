@@ -194,7 +194,7 @@ class RunningRequest:
         if delta.kv_committed:
             self.kv_settled = True
             self._metrics.stages.labels(Stage.HANDOFF).observe(time.monotonic() - current.sent_s)
-            self.release_offer()
+            self._keep_offer()
         if delta.kv_source.startswith(RETURNED):
             self.note_return(delta.kv_source.removeprefix(RETURNED))
         if delta.choice not in self.unfinished:
@@ -220,6 +220,11 @@ class RunningRequest:
         """Own an offer until `release_offer`."""
         self.offer, self._offer_endpoint = offer, endpoint
         endpoint.hold(offer)
+
+    def _keep_offer(self) -> None:
+        """Decode has the KV: keep it where it came from too while that costs nobody anything, else give it back."""
+        if self.offer is None or self._offer_endpoint is None or not self._offer_endpoint.keep(self.offer):
+            self.release_offer()
 
     def release_offer(self) -> None:
         """Give the offer back, if there is one."""

@@ -1,6 +1,7 @@
 """One request's share of an engine's data stream: a bounded buffer between the session's reader and the client's pace."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from enum import Enum
 
@@ -50,6 +51,11 @@ class Leg:
         self._end = LegEnd.ABORT
         self._closed = False
         self._waiter: asyncio.Future[None] | None = None
+        self.may_move: Callable[[], bool] = lambda: False
+        """Whether another engine could go on with the request now."""
+        self._num_tokens = 0
+        self._began_s = 0.0
+        """When its first token came; monotonic."""
 
     def __enter__(self) -> "Leg":
         return self
@@ -98,6 +104,19 @@ class Leg:
             self.give_up(Overloaded(f"the client read too slowly: {self._num_buffered} tokens were waiting for it"))
         self._wake()
 
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it ends in time at its own rate; one that has no rate yet does not."""
+        if self.request.prefill_only or not self._num_tokens:
+            return False
+        most = self.request.sampling.max_tokens * len(self.request.choices) - sum(map(len, self.request.emitted))
+        elapsed_s = time.monotonic() - self._began_s
+        return (most - self._num_tokens) * elapsed_s / self._num_tokens <= seconds
+
+    def move(self, error: MeshError) -> None:
+        """Have the request go on elsewhere, if it can."""
+        if self.may_move():
+            self.give_up(error)
+
     def fail(self, error: MeshError) -> None:
         """End the leg with an error."""
         if self._error is None and not self._done:
@@ -131,6 +150,8 @@ class Leg:
     def _note_progress(self, delta: ChoiceDelta) -> None:
         if delta.token_ids or delta.finish_reason:
             self._without_token.discard(delta.choice)
+            self._began_s = self._began_s or time.monotonic()
+            self._num_tokens += len(delta.token_ids)
         if delta.finish_reason:
             self._open.discard(delta.choice)
         prefilled = self.request.prefill_only and not self._without_token

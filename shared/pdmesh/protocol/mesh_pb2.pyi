@@ -752,6 +752,7 @@ class LoadReport(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_OFFERS_FIELD_NUMBER: _builtins.int
+    DRAIN_REMAINING_MS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_waiting_tokens: _builtins.int
@@ -759,6 +760,8 @@ class LoadReport(_message.Message):
     draining: _builtins.bool
     epoch: _builtins.int
     num_offers: _builtins.int
+    drain_remaining_ms: _builtins.int
+    """draining: until it ends what runs; 0: not told"""
     def __init__(
         self,
         *,
@@ -769,10 +772,11 @@ class LoadReport(_message.Message):
         draining: _builtins.bool = ...,
         epoch: _builtins.int = ...,
         num_offers: _builtins.int = ...,
+        drain_remaining_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "kv_usage", b"kv_usage", "num_offers", b"num_offers", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_remaining_ms", b"drain_remaining_ms", "draining", b"draining", "epoch", b"epoch", "kv_usage", b"kv_usage", "num_offers", b"num_offers", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,7 +84,7 @@ class Engine:
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new; let requests finish and offers be fetched within `timeout_s`, then end what is left."""
-        self.board.drain()
+        self.board.drain(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 await self.table.emptied()

@@ -1,10 +1,12 @@
 """What this engine tells proxies about its load: the latest numbers, and a wake-up when they change."""
 
 import asyncio
+import time
 
 from pdmesh.engine.messages import Stats
 from pdmesh.protocol import mesh_pb2
 from pdmesh.protocol.offers import OfferTable
+from pdmesh.protocol.wire import to_ms
 
 
 class LoadBoard:
@@ -18,6 +20,8 @@ class LoadBoard:
         self.num_submitted = 0
         """Requests sent to the core since its latest statistics."""
         self.draining = False
+        self._ends_s = 0.0
+        """When what runs is ended, once it drains; monotonic."""
         self.version = 0
         """Grows with every change."""
 
@@ -42,9 +46,10 @@ class LoadBoard:
         self.num_submitted = 0
         self.touch()
 
-    def drain(self) -> None:
-        """Tell proxies to send nothing new."""
+    def drain(self, timeout_s: float = 0.0) -> None:
+        """Tell proxies to send nothing new, and how long what runs has."""
         self.draining = True
+        self._ends_s = time.monotonic() + timeout_s
         self.touch()
 
     def touch(self) -> None:
@@ -68,4 +73,5 @@ class LoadBoard:
             draining=self.draining,
             epoch=self._epoch,
             num_offers=self.num_offers,
+            drain_remaining_ms=to_ms(max(0.0, self._ends_s - time.monotonic())) if self.draining else 0,
         )

@@ -15,7 +15,7 @@ from pdmesh.config import EngineConfig
 from pdmesh.connector.peers import Peer, PeerDirectory
 from pdmesh.engine.messages import CoreReady, NeedsSource
 from pdmesh.engine.server.attempts import Attempts, Target, reason_of
-from pdmesh.engine.server.fetches import Fetch, Fetches, Origin
+from pdmesh.engine.server.fetches import ABORTED, Fetch, Fetches, Origin
 from pdmesh.engine.server.identity import engine_id_of
 from pdmesh.engine.server.kv_peers import KVPeers
 from pdmesh.engine.server.metrics import EngineMetrics
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 RECOMPUTE = "recompute"
 TIER, OFFER = "tier", "offer"
 """Kinds of sources of a preempted request, in the order in which they are tried."""
-PREEMPTED_REASON = "not_needed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +106,7 @@ class Sources:
             num_more = in_tier[1].num_tokens - need.num_cached
             num_offered = len(running.request.token_ids) if running.request.ticket else 0
             if num_more <= 0 or num_offered - in_tier[1].num_tokens >= self._config.preempted_fetch_min_tokens:
-                self._fetches.failed(in_tier[0], PREEMPTED_REASON)
+                self._fetches.failed(in_tier[0], ABORTED)
                 in_tier = None
         if in_tier is not None:
             return Found(source=self._source(*in_tier, fail_policy=RECOMPUTE), kind=TIER)
