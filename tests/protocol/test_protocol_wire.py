@@ -75,6 +75,7 @@ requests = st.builds(
     cache_salt=text,
     priority=st.integers(-(1 << 63), (1 << 63) - 1),
     deadline_s=st.integers(0, 10**9).map(lambda ms: ms / 1000),
+    hand_back=st.booleans(),
 )
 error_code = st.sampled_from(["", *BY_CODE])
 deltas = st.builds(
@@ -193,7 +194,7 @@ def test_no_field_of_the_structs_is_forgotten_by_the_tests() -> None:
         (SamplingParams, 21),
         (RepetitionDetection, 3),
         (ThinkingBudget, 3),
-        (GenerateRequest, 10),
+        (GenerateRequest, 11),
         (ChoiceDelta, 16),
         (TokenLogprobs, 3),
         (GroupBlocks, 5),
