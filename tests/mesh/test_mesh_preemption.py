@@ -12,8 +12,8 @@ from support.mesh import Mesh, Service, mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
 
-NUM_PROMPT, NUM_OUTPUT = 200, 96
-PROMPTS = [[1000 + (37 * index * (number + 1)) % 20000 for index in range(NUM_PROMPT)] for number in range(3)]
+NUM_PROMPT, NUM_OUTPUT = 64, 180
+PROMPTS = [[1000 + (37 * index * (number + 1)) % 20000 for index in range(NUM_PROMPT)] for number in range(4)]
 BODY: dict[str, Any] = {
     "max_tokens": NUM_OUTPUT,
     "ignore_eos": True,
@@ -21,7 +21,7 @@ BODY: dict[str, Any] = {
     "seed": 7,
     "presence_penalty": 0.4,
 }
-# Blocks of 32 tokens. A request needs 10 at its end, two begin with 14 and must give way before they have 20.
+# Blocks of 32 tokens. Four begin with 12 and need 32 at their end: who gives way loses all that it has to the others.
 BLOCK_BYTES = 30 * 3 * 2 * 64 * 32 * 2
 DECODE_FLAGS = (
     "--kv-cache-memory-bytes", str(18 * BLOCK_BYTES + (1 << 16)), "--max-model-len", "512",
