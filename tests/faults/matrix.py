@@ -81,6 +81,7 @@ class Connector(StrEnum):
     SHM = "shm"
     NIXL = "nixl"
     GRPC = "grpc"
+    FILE = "file"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -196,6 +197,9 @@ def connectors(row: Row, column: Column) -> tuple[Connector, ...]:
     """
     if row.fault in NETWORK:
         return (Connector.GRPC, Connector.NIXL)
+    if row.fault is Fault.DISK_FULL:
+        # Where offers are written to that disk too.
+        return (Connector.SHM, Connector.FILE)
     if column in (Column.MID_FETCH, Column.FETCHED) and row.target not in (Target.KVCACHE, Target.VALKEY):
         return (Connector.SHM, Connector.GRPC, Connector.NIXL)
     return (Connector.SHM,)
@@ -216,17 +220,17 @@ def all_cells() -> list[Cell]:
 
 def covering() -> list[Cell]:
     """A few cells that together have every row, every column, both policies and every connector: what `./dev test` runs."""
-    shm, grpc, nixl = Connector.SHM, Connector.GRPC, Connector.NIXL
     both = {Policy.ALTERNATIVE: _COVERING_ALTERNATIVE, Policy.ALONE: _COVERING_ALONE}
     cells = [
-        Cell(row, column, policy, grpc if row.fault in NETWORK else shm)
+        Cell(row, column, policy, _COVERING_CONNECTORS.get(row.fault, Connector.SHM))
         for policy, chosen in both.items()
         for row, column in chosen
     ]
-    cells.append(Cell(Row(Fault.KILL, Target.PREFILL), Column.MID_FETCH, Policy.ALONE, nixl))
+    cells.append(Cell(Row(Fault.KILL, Target.PREFILL), Column.MID_FETCH, Policy.ALONE, Connector.NIXL))
     return sorted(cells, key=lambda cell: cell.kind)
 
 
+_COVERING_CONNECTORS = {Fault.DISK_FULL: Connector.FILE, **dict.fromkeys(NETWORK, Connector.GRPC)}
 _COVERING_ALTERNATIVE = (
     (Row(Fault.KILL, Target.PROXY), Column.QUEUED),
     (Row(Fault.KILL, Target.PREFILL), Column.MID_PREFILL),
@@ -251,7 +255,7 @@ _COVERING_ALONE = (
     (Row(Fault.FREEZE, Target.KVCACHE), Column.QUEUED),
     (Row(Fault.RESTART, Target.PREFILL), Column.QUEUED),
     (Row(Fault.RESTART, Target.KVCACHE), Column.FETCHED),
-    (Row(Fault.DISK_FULL), Column.DECODING),
+    (Row(Fault.DISK_FULL), Column.QUEUED),
     (Row(Fault.CLOCK_SKEW), Column.OFFERED),
     (Row(Fault.DISCONNECT), Column.LAST),
 )

@@ -178,20 +178,29 @@ class Stage:
         host = self._host(station)
         self._addresses[name] = f"{host}:{grpc_port}"
         policy = "recompute" if settings.policy is Policy.ALTERNATIVE else "fail"
+        # What a full disk does not take goes another way.
+        connectors = (
+            f"{settings.connector},{Connector.GRPC}" if settings.connector is Connector.FILE else settings.connector
+        )
         own = ("--max-num-seqs", str(PREFILL_ROWS)) if role == "prefill" else ("--max-num-seqs", "8")
         return self._node(
             role, name, "--model", str(model), "--dtype", "float32", "--grpc-port", str(grpc_port), "--engine-id", name,
-            "--connector", settings.connector, "--kv-load-failure-policy", policy, "--cpu-threads", "1",
+            "--connector", connectors, "--kv-load-failure-policy", policy, "--cpu-threads", "1",
             "--kv-cache-memory-bytes", str(POOL_BYTES), "--max-num-batched-tokens", str(CHUNK_TOKENS),
             "--kvcache-lookup-timeout-s", "2", "--logits-processors", "faults.pacer:Pacer", "--block-size", "32",
             *self._options(), *own, *flags, station=station,
         )  # fmt: skip
 
     def _options(self) -> tuple[str, ...]:
-        """What makes a pull over gRPC long enough to be met in its midst."""
-        if self.settings.connector is not Connector.GRPC or self.settings.wires is not None:
-            return ()
-        return ("--connector-options", json.dumps({Connector.GRPC: {"throttle_bytes_s": SLOW_BYTES_S}}))
+        """What makes a pull over gRPC long enough to be met in its midst, and offers files on the disk that may be full."""
+        options: dict[str, dict[str, object]] = {}
+        if self.settings.connector is Connector.GRPC and self.settings.wires is None:
+            options[Connector.GRPC] = {"throttle_bytes_s": SLOW_BYTES_S}
+        if self.settings.connector is Connector.FILE:
+            offers = self.settings.valkey_folder / "offers"
+            offers.mkdir(mode=0o700, exist_ok=True)
+            options[Connector.FILE] = {"path": str(offers)}
+        return ("--connector-options", json.dumps(options)) if options else ()
 
     def _proxy(self, number: int) -> Node:
         settings = self.settings

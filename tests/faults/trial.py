@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from faults.client import Client
 from faults.columns import NUM_TOKENS, Scene, reach
 from faults.injections import inject, prepare
@@ -17,6 +19,8 @@ PROMPT_TOKENS = 600
 FIRST_ORDINARY_TOKEN, LAST_ORDINARY_TOKEN = 10, 370
 CLIENT_GRACE_S = 5.0
 MAX_TRIES = 3
+MISSED = (AssertionError, OSError, httpx.HTTPError)
+"""What a check or a call raises that did not come to what it should."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ def attempt(stage: Stage, cell: Cell, expected: list[int], folder: Path) -> Resu
     try:
         prepare(scene, cell)
         reach(scene, cell.row, cell.column)
-    except AssertionError as exc:
+    except MISSED as exc:
         scene.release(None)
         stage.mend()
         return _result(cell, scene, None, 0.0, f"not reached: {exc}")
@@ -92,8 +96,8 @@ def attempt(stage: Stage, cell: Cell, expected: list[int], folder: Path) -> Resu
         held_s = stage.wait_nothing_held(stage.nodes)
         if defects := stage.defects():
             fault = fault or f"defects were counted: {defects}"
-    except AssertionError as exc:
-        fault = fault or str(exc)
+    except MISSED as exc:
+        fault = fault or f"{type(exc).__name__}: {exc}"
     finally:
         scene.release(None)
     try:
