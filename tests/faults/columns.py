@@ -18,6 +18,7 @@ import httpx
 from faults.client import Ballast, Client, wait_until
 from faults.matrix import Column, Connector, Row, Target
 from faults.node import Node
+from faults.pools import shared_blocks
 from faults.stage import PREFILL_ROWS, SLOW_BYTES_S, Stage
 from faults.wires import Quality
 
@@ -37,7 +38,10 @@ WRITES = "pdmesh_kvcache_backing_writes_total"
 # A pull of these sizes takes a few milliseconds when nothing holds it.
 PULLED_WITHIN_S = 0.4
 # One that is slowed down takes two seconds.
-PART_S, SLOWLY_PULLED_WITHIN_S = 0.5, 2.5
+PART_S = 0.5
+NUM_LAST_BLOCKS = 4
+# The blocks' generations and checksums, after the last byte.
+COMPARED_WITHIN_S = 0.2
 
 
 @dataclass(slots=True)
@@ -217,11 +221,26 @@ def _slow_down(scene: Scene) -> bool:
 
 
 def _fetched(scene: Scene) -> None:
+    known = {node.name: shared_blocks(node, scene.decode) for node in scene.stage.prefills}
     _mid_fetch(scene)
+    assert scene.prefill is not None
+    wanted = known[scene.prefill.name] + len(scene.body["prompt"]) // BLOCK_TOKENS
+    if _slow_down(scene):
+        # Its server is frozen no sooner than it must be: it has a proxy to answer.
+        _wait_shared(scene, wanted - NUM_LAST_BLOCKS)
     # The pull ends in the core, and nobody in the server hears of it.
     scene.decode.freeze_server()
     scene.decode.thaw_transport()
-    time.sleep(SLOWLY_PULLED_WITHIN_S if _slow_down(scene) else PULLED_WITHIN_S)
+    _wait_shared(scene, wanted)
+    time.sleep(COMPARED_WITHIN_S)
+
+
+def _wait_shared(scene: Scene, count: int) -> None:
+    def is_there() -> bool:
+        assert scene.prefill is not None
+        return shared_blocks(scene.prefill, scene.decode) >= count
+
+    wait_until(is_there, REACHED_WITHIN_S, f"{count} blocks are in the decode's memory")
 
 
 def _generating(count: int) -> Callable[[Scene], None]:

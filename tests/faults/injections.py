@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import httpx
-import numpy as np
 import redis
 
 from faults.client import wait_until
 from faults.columns import Scene, leave_to_valkey, put_into_tier
 from faults.matrix import GENERATING, NETWORK, UNTIL_OFFERED, Cell, Column, Fault, Target
 from faults.node import Node
+from faults.pools import damage
 from faults.wires import Quality
-from pdmesh.connector.pool import PoolShape
 from pdmesh.protocol.offers import OFFER_LEASE_S
 from pdmesh_kvcache.value import NAMESPACE
 
@@ -28,7 +26,6 @@ NOTICED_WITHIN_S = 10.0
 OTHER_PROMPT_TOKENS = 1000
 # Enough to go through a whole pool of the tests' engines.
 NUM_OTHER_PROMPTS = 12
-FLIPPED_BYTES = slice(3, None, 64)
 SKEW_S = 60
 QUALITIES = {Fault.DROP: Quality(drop=0.1), Fault.DELAY: Quality(delay_s=0.5), Fault.CUT: Quality(cut=True)}
 
@@ -146,7 +143,7 @@ def _corrupt(scene: Scene) -> Injected:
     """A few numbers in every block in use in the owner's pool become others, after the offer was sealed."""
     assert scene.prefill is not None
     prefill = scene.prefill
-    assert _flip(prefill) > 0
+    assert damage(prefill) > 0
     # Its own prefix cache holds these blocks too: such a machine is taken out of service.
     return Injected(finish=prefill.kill)
 
@@ -165,26 +162,6 @@ def _corrupt_valkey(scene: Scene) -> Injected:
         assert scene.stage.kvcache.metric("pdmesh_kvcache_values_rejected_total") > 0, "no value was rejected"
 
     return Injected(finish=finish)
-
-
-def _flip(node: Node) -> int:
-    service = node.service
-    labels = next(key for key in service.metrics() if key.startswith("vllm:cache_config_info"))
-    values = dict(pair.split("=") for pair in labels[labels.index("{") + 1 : -1].replace('"', "").split(","))
-    shape = PoolShape(int(values["num_gpu_blocks"]), int(values["block_bytes"]))
-    flipped = 0
-    with (
-        node.pool_file().open("r+b") as file,
-        contextlib.closing(mmap.mmap(file.fileno(), shape.total_bytes)) as memory,
-    ):
-        blocks = np.frombuffer(memory, dtype=np.uint8, offset=shape.header_bytes).reshape(-1, shape.block_bytes)
-        for block in blocks:
-            if block.any():
-                # Sign and exponent of float32.
-                block[FLIPPED_BYTES] ^= 0x55
-                flipped += 1
-        del blocks, block
-    return flipped
 
 
 def _fill_disk(scene: Scene) -> Injected:

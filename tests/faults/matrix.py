@@ -242,7 +242,7 @@ _COVERING_ALTERNATIVE = (
     (Row(Fault.RESTART, Target.DECODE), Column.FETCHED),
     (Row(Fault.RESTART, Target.VALKEY), Column.QUEUED),
     (Row(Fault.EXPIRY), Column.OFFERED),
-    (Row(Fault.CORRUPT), Column.BEFORE),
+    (Row(Fault.CORRUPT), Column.OFFERED),
     (Row(Fault.WRONG_MODEL), Column.OFFERED),
     (Row(Fault.DROP), Column.MID_FETCH),
     (Row(Fault.DELAY), Column.MID_FETCH),

@@ -40,6 +40,7 @@ class Node:
         self.station = station
         """Where it runs, in a mesh with wires."""
         self._spawn = spawn
+        self._pool_shape: tuple[int, int] | None = None
         self._frozen: list[psutil.Process] = []
         self._started: mesh.Service | subprocess.Popen[bytes] | None = None
 
@@ -133,6 +134,15 @@ class Node:
     def thaw_transport(self) -> None:
         """SIGCONT to all but the server itself."""
         self._continue([each for each in self._frozen if each.pid != self.process.pid])
+
+    def pool_shape(self) -> tuple[int, int]:
+        """Blocks of an engine's pool, and the bytes of one; the engine must answer when this is first asked of it."""
+        if self._pool_shape is None:
+            labels = next(key for key in self.service.metrics() if key.startswith("vllm:cache_config_info"))
+            pairs = labels[labels.index("{") + 1 : -1].replace('"', "").split(",")
+            values = dict(pair.split("=", 1) for pair in pairs)
+            self._pool_shape = int(values["num_gpu_blocks"]), int(values["block_bytes"])
+        return self._pool_shape
 
     def pool_file(self) -> Path:
         """The memory of an engine's KV pool, as the kernel shows it to whoever may look."""

@@ -53,7 +53,7 @@ def todays() -> Path:
     return FOLDER / f"{datetime.now(UTC):%Y-%m-%d}.jsonl"
 
 
-def tested_commit() -> str:
+def current_commit() -> str:
     """The commit of what is tested, marked when something of it was changed since."""
     commit = _git("rev-parse", "--short=12", "HEAD") or "unknown"
     return f"{commit}+changes" if _git("status", "--porcelain", "--", *TESTED) else commit

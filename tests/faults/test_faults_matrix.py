@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from faults.matrix import Cell, all_cells
-from faults.results import Results, tested_commit, todays
+from faults.results import Results, current_commit, todays
 from faults.stage import Stage
 from faults.trial import check
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.full, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="session")
 def results() -> Results | None:
-    return Results(todays(), tested_commit()) if os.environ.get(KEEP_VARIABLE) else None
+    return Results(todays(), current_commit()) if os.environ.get(KEEP_VARIABLE) else None
 
 
 @pytest.mark.parametrize(

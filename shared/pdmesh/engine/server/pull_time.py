@@ -8,8 +8,9 @@ from pdmesh.connector.options import connector_options
 
 # 400 Mbit/s: what is slower is better replaced by computing.
 SLOW_LINK_BYTES_S = 50e6
-# A start on a busy machine; an owner that a call reached a moment ago answers in milliseconds.
-START_S = 4.0
+# A stall of either end that the mesh's heartbeats forgive (`heartbeat_timeout_s`) must not cost a pull: under the `fail` policy a
+# decode that had stood still for 5 s failed requests whose bytes were a millisecond away.
+START_S = 6.0
 # A third of what one core converts of int8, the slowest: docs/architecture.md.
 SLOW_CONVERSION_BYTES_S = 25e6
 MOST_S = 30.0
