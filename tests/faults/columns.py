@@ -18,7 +18,7 @@ import httpx
 from faults.client import Ballast, Client, wait_until
 from faults.matrix import Column, Connector, Row, Target
 from faults.node import Node
-from faults.pools import shared_blocks
+from faults.pools import contents
 from faults.stage import PREFILL_ROWS, SLOW_BYTES_S, Stage
 from faults.wires import Quality
 
@@ -221,26 +221,23 @@ def _slow_down(scene: Scene) -> bool:
 
 
 def _fetched(scene: Scene) -> None:
-    known = {node.name: shared_blocks(node, scene.decode) for node in scene.stage.prefills}
+    known = {node.name: contents(node) for node in scene.stage.prefills}
     _mid_fetch(scene)
     assert scene.prefill is not None
-    wanted = known[scene.prefill.name] + len(scene.body["prompt"]) // BLOCK_TOKENS
+    offered, num_blocks = contents(scene.prefill) - known[scene.prefill.name], len(scene.body["prompt"]) // BLOCK_TOKENS
     if _slow_down(scene):
         # Its server is frozen no sooner than it must be: it has a proxy to answer.
-        _wait_shared(scene, wanted - NUM_LAST_BLOCKS)
+        _wait_there(scene, offered, num_blocks - NUM_LAST_BLOCKS)
     # The pull ends in the core, and nobody in the server hears of it.
     scene.decode.freeze_server()
     scene.decode.thaw_transport()
-    _wait_shared(scene, wanted)
+    _wait_there(scene, offered, num_blocks)
     time.sleep(COMPARED_WITHIN_S)
 
 
-def _wait_shared(scene: Scene, count: int) -> None:
-    def is_there() -> bool:
-        assert scene.prefill is not None
-        return shared_blocks(scene.prefill, scene.decode) >= count
-
-    wait_until(is_there, REACHED_WITHIN_S, f"{count} blocks are in the decode's memory")
+def _wait_there(scene: Scene, offered: set[bytes], count: int) -> None:
+    """Wait until so many of the offered blocks are in the decode's memory."""
+    wait_until(lambda: len(offered & contents(scene.decode)) >= count, REACHED_WITHIN_S, f"{count} blocks pulled")
 
 
 def _generating(count: int) -> Callable[[Scene], None]:

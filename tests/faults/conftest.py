@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from faults.matrix import Cell, Fault
 from faults.node import Node, environment
 from faults.stage import Stage, StageSettings, free_port, standing
-from faults.trial import body_of
+from faults.trial import RightTokens
 from faults.wires import obstacle, wires
 from support import mesh
 from support.tiny_models import make_tiny
@@ -37,10 +38,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def right_tokens(
-    models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[Cell], list[int]]]:
-    """What one engine alone answers to a cell's request."""
+def right_tokens(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RightTokens]:
+    """What one engine alone answers."""
     folder, port = tmp_path_factory.mktemp("single"), free_port()
     flags = ("--model", str(models[0]), "--dtype", "float32", "--port", str(port), "--grpc-port", "0")
     more = ("--cpu-threads", "1", "--kv-cache-memory-bytes", str(8 << 20), "--block-size", "32")
@@ -48,9 +47,9 @@ def right_tokens(
     single.start()
     single.wait_ready()
 
-    def ask(cell: Cell) -> list[int]:
+    def ask(body: dict[str, Any]) -> list[int]:
         answer = httpx.post(
-            f"http://127.0.0.1:{port}/v1/completions", json=body_of(cell) | {"return_token_ids": True}, timeout=60
+            f"http://127.0.0.1:{port}/v1/completions", json=body | {"return_token_ids": True}, timeout=60
         )
         assert answer.status_code == 200, answer.text
         tokens: list[int] = answer.json()["choices"][0]["token_ids"]

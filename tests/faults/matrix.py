@@ -171,7 +171,9 @@ def required(cell: Cell) -> frozenset[Answer]:
 
 def evidence(cell: Cell) -> tuple[str, ...]:
     """Words of which the route or the error must have one: the fault was met and seen, and tokens are not right by luck."""
-    if cell.row.fault is Fault.CORRUPT and cell.column in FETCHING:
+    # Of a pull over gRPC that is under way, all may have left the owner's memory before it was damaged.
+    is_read_later = cell.column is Column.OFFERED or cell.connector is not Connector.GRPC
+    if cell.row.fault is Fault.CORRUPT and cell.column in FETCHING and is_read_later:
         return ("corrupt",)
     if cell.row.fault is Fault.EXPIRY and cell.column is not Column.FETCHED:
         return ("expired", "stale", "released", "unknown")

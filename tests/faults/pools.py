@@ -14,11 +14,6 @@ FLIPPED_BYTES = slice(3, None, 64)
 """Sign and exponent of some float32 numbers."""
 
 
-def shared_blocks(one: Node, other: Node) -> int:
-    """How many blocks two engines have in common, byte for byte."""
-    return len(_contents(one) & _contents(other))
-
-
 def damage(node: Node) -> int:
     """Turn bits in every block that is not empty; how many those were."""
     blocks = _blocks(node)
@@ -27,7 +22,8 @@ def damage(node: Node) -> int:
     return int(used.sum())
 
 
-def _contents(node: Node) -> set[bytes]:
+def contents(node: Node) -> set[bytes]:
+    """The blocks of an engine that are not empty, byte for byte."""
     blocks = _blocks(node)
     return {block.tobytes() for block in blocks[blocks.any(axis=1)]}
 

@@ -9,14 +9,14 @@ import pytest
 
 from faults.matrix import Cell, covering
 from faults.stage import Stage
-from faults.trial import check
+from faults.trial import RightTokens, check
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("cell", covering(), ids=lambda cell: cell.name)
 def test_the_answer_is_right_or_a_named_error_and_nothing_is_held(
-    cell: Cell, stage_for: Callable[[Cell], Stage], right_tokens: Callable[[Cell], list[int]], tmp_path: Path
+    cell: Cell, stage_for: Callable[[Cell], Stage], right_tokens: RightTokens, tmp_path: Path
 ) -> None:
-    result = check(stage_for(cell), cell, right_tokens(cell), tmp_path)
+    result = check(stage_for(cell), cell, right_tokens, tmp_path)
     assert result.passed, result

@@ -11,7 +11,7 @@ import pytest
 from faults.matrix import Cell, all_cells
 from faults.results import Results, current_commit, todays
 from faults.stage import Stage
-from faults.trial import check
+from faults.trial import RightTokens, check
 
 KEEP_VARIABLE = "PDMESH_TEST_FAULTS"
 """Set: results are kept, and what has passed is not run again."""
@@ -35,13 +35,13 @@ def results() -> Results | None:
 def test_the_answer_is_right_or_a_named_error_and_nothing_is_held(
     cell: Cell,
     stage_for: Callable[[Cell], Stage],
-    right_tokens: Callable[[Cell], list[int]],
+    right_tokens: RightTokens,
     results: Results | None,
     tmp_path: Path,
 ) -> None:
     if results is not None and results.has(cell):
         pytest.skip("has passed at this commit")
-    result = check(stage_for(cell), cell, right_tokens(cell), tmp_path)
+    result = check(stage_for(cell), cell, right_tokens, tmp_path)
     if results is not None:
         results.add(result)
     assert result.passed, result

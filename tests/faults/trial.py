@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ CLIENT_GRACE_S = 5.0
 MAX_TRIES = 3
 MISSED = (AssertionError, OSError, httpx.HTTPError)
 """What a check or a call raises that did not come to what it should."""
+RightTokens = Callable[[dict[str, Any]], list[int]]
+"""What the single engine answers to a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +47,9 @@ class Result:
         return asdict(self)
 
 
-def body_of(cell: Cell) -> dict[str, Any]:
-    """The request of a cell: its own prompt, greedy for some and seeded for others."""
-    source = random.Random(cell.name)
+def body_of(cell: Cell, number: int = 0) -> dict[str, Any]:
+    """The request of a try of a cell: a prompt that nobody has seen, greedy for some and seeded for others."""
+    source = random.Random(f"{cell.name} {number}")
     seeded = {"temperature": 1.0, "seed": source.randrange(1 << 30)}
     return {
         "prompt": [source.randrange(FIRST_ORDINARY_TOKEN, LAST_ORDINARY_TOKEN) for _ in range(PROMPT_TOKENS)],
@@ -56,18 +59,18 @@ def body_of(cell: Cell) -> dict[str, Any]:
     }
 
 
-def check(stage: Stage, cell: Cell, expected: list[int], folder: Path) -> Result:
+def check(stage: Stage, cell: Cell, right_tokens: RightTokens, folder: Path) -> Result:
     """Try a cell; again when its moment was missed, which a busy machine does."""
-    for _ in range(MAX_TRIES):
-        result = attempt(stage, cell, expected, folder)
+    for number in range(MAX_TRIES):
+        body = body_of(cell, number)
+        result = attempt(stage, cell, body, right_tokens(body), folder)
         if result.answer:
             break
     return result
 
 
-def attempt(stage: Stage, cell: Cell, expected: list[int], folder: Path) -> Result:
+def attempt(stage: Stage, cell: Cell, body: dict[str, Any], expected: list[int], folder: Path) -> Result:
     """Try a cell once on a whole mesh, and mend the mesh."""
-    body = body_of(cell)
     addresses = [(proxy.host, proxy.port) for proxy in stage.proxies]
 
     def ask(extra_args: dict[str, Any]) -> Client:
