@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.security import MeshSecret
 from support.authority import Authority, Files
-from support.mesh import Mesh, mesh
+from support.mesh import Mesh, mesh, start
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
 
@@ -35,11 +36,15 @@ def member(files: Files, secret: str = SECRET) -> MeshSecret:
 
 
 def _until_stored(running: Mesh) -> None:
+    """Have prompts computed until the tier has one of them."""
     assert running.kvcache is not None
-    deadline = time.monotonic() + 20
-    while not running.kvcache.metric("pdmesh_kvcache_slots_used"):
-        assert time.monotonic() < deadline, running.kvcache.log[-2000:]
-        time.sleep(0.1)
+    deadline = time.monotonic() + 40
+    for number in itertools.count():
+        running.complete([1000 + number, *PROMPT])
+        if running.kvcache.metric("pdmesh_kvcache_slots_used"):
+            return
+        assert time.monotonic() < deadline, running.prefill[0].log[-2000:]
+        time.sleep(0.5)
 
 
 @pytest.mark.parametrize(("connector", "secret"), [("shm", SECRET), ("grpc", "")], ids=["shm", "grpc, no secret"])
@@ -80,6 +85,13 @@ def test_a_mesh_over_mutual_tls(tmp_path: Path, connector: str, secret: str) -> 
         running.decode[0].stop()
         again = running.complete(PROMPT)
         assert f"kv={connector}" in again["headers"]["x-pdmesh-route"], again["headers"]
+        # Those that knew a tier with the former certificates meet one with the new ones.
+        assert running.kvcache is not None
+        port = str(running.kvcache.facts["grpc_port"])
+        running.kvcache.stop()
+        tier = ("--port", "0", "--grpc-port", port, "--connector", connector, *flags)
+        running.kvcache = start("kvcache", *tier, folder=running.folder).wait_ready()
+        _until_stored(running)
         assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
         running.decode.pop(0)
         running.wait_nothing_held()
