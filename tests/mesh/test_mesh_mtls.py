@@ -47,6 +47,16 @@ def _until_stored(running: Mesh) -> None:
         time.sleep(0.5)
 
 
+def _meet_a_new_tier(running: Mesh, *flags: str) -> None:
+    """Engines that knew a tier with the former certificates meet one with the new ones at its address."""
+    assert running.kvcache is not None
+    port = str(running.kvcache.facts["grpc_port"])
+    running.kvcache.stop()
+    tier = ("--port", "0", "--grpc-port", port, "--connector", "grpc", *flags)
+    running.kvcache = start("kvcache", *tier, folder=running.folder).wait_ready()
+    _until_stored(running)
+
+
 @pytest.mark.parametrize(("connector", "secret"), [("shm", SECRET), ("grpc", "")], ids=["shm", "grpc, no secret"])
 def test_a_mesh_over_mutual_tls(tmp_path: Path, connector: str, secret: str) -> None:
     """One request through proxy, prefill, decode and tier, then strangers, then new certificates for everyone."""
@@ -85,13 +95,8 @@ def test_a_mesh_over_mutual_tls(tmp_path: Path, connector: str, secret: str) -> 
         running.decode[0].stop()
         again = running.complete(PROMPT)
         assert f"kv={connector}" in again["headers"]["x-pdmesh-route"], again["headers"]
-        # Those that knew a tier with the former certificates meet one with the new ones.
-        assert running.kvcache is not None
-        port = str(running.kvcache.facts["grpc_port"])
-        running.kvcache.stop()
-        tier = ("--port", "0", "--grpc-port", port, "--connector", connector, *flags)
-        running.kvcache = start("kvcache", *tier, folder=running.folder).wait_ready()
-        _until_stored(running)
+        if connector == "grpc":
+            _meet_a_new_tier(running, *flags)
         assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
         running.decode.pop(0)
         running.wait_nothing_held()
