@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import socket
 import subprocess
@@ -64,7 +65,7 @@ class Fleet:
         self.valkey = self._start_valkey()
         self.num_valkey_starts = 1
         self.links = Links(tuple(CONNECTORS))
-        self.proxy_deaths = 0
+        self._proxy_gone_s = 0.0
         self.leaked: list[str] = []
         """Processes that outlived the service that started them."""
         self.log: Callable[[str], None] = lambda line: None
@@ -184,12 +185,17 @@ class Fleet:
         self.watch_death(member)
         # One that is told to end loses nobody.
         kills_proxy = member.kind == "proxy" and number == signal.SIGKILL
-        self.proxy_deaths += kills_proxy
+        if kills_proxy:
+            # Until it is known to be gone: whoever comes in between is lost with it, too.
+            self._proxy_gone_s = math.inf
         member.service.process.send_signal(number)
-        # Also for those that came in between, and while the kernel takes it down.
         if kills_proxy:
             member.service.process.wait(STOP_S)
-            self.proxy_deaths += 1
+            self._proxy_gone_s = time.monotonic()
+
+    def proxy_killed_since(self, began_s: float) -> bool:
+        """Whether a proxy was killed after `began_s`: nobody was left to tell its clients."""
+        return self._proxy_gone_s >= began_s
 
     def watch_death(self, member: Member) -> None:
         """Note all processes of a service that is about to end: none may be there some seconds after it."""

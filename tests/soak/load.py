@@ -57,9 +57,9 @@ class Load:
     """Runs on a thread of its own between `start` and `stop`."""
 
     def __init__(
-        self, url: str, shapes: list[Shape], *, seed: int, rate: float, proxy_deaths: Callable[[], int]
+        self, url: str, shapes: list[Shape], *, seed: int, rate: float, proxy_killed_since: Callable[[float], bool]
     ) -> None:
-        """`proxy_deaths`: how many proxies have been killed or told to end so far; a connection may break with one."""
+        """`proxy_killed_since`: whether one was killed after a time; a connection that was open then may break with it."""
         self.counts: Counter[Verdict] = Counter()
         self.reasons: Counter[str] = Counter()
         """The router's reasons, of right answers."""
@@ -70,7 +70,7 @@ class Load:
         self.num_disconnects = 0
         self.bad_requests: Counter[str] = Counter()
         """Of deliberately bad requests: refused, or what came instead."""
-        self._url, self._shapes, self._rate, self._proxy_deaths = url, shapes, rate, proxy_deaths
+        self._url, self._shapes, self._rate, self._proxy_killed_since = url, shapes, rate, proxy_killed_since
         self._rng = random.Random(seed)
         self._going = threading.Event()
         self._in_flight = 0
@@ -132,7 +132,7 @@ class Load:
                     tasks.create_task(self._one(self._rng.choice(self._shapes), streamed=self._rng.random() < 0.6))
 
     async def _one(self, shape: Shape, *, streamed: bool, pause_s: float = 0.0) -> None:
-        began_s, deaths = time.monotonic(), self._proxy_deaths()
+        began_s = time.monotonic()
         answer = Answer(shape)
         try:
             async with asyncio.timeout(HANG_S):
@@ -146,7 +146,7 @@ class Load:
                 judged = Judged(verdict=Verdict.TRUNCATED, detail=f"{type(exc).__name__}: {exc}")
         finally:
             self._in_flight -= 1
-        if judged.verdict is Verdict.TRUNCATED and self._proxy_deaths() != deaths:
+        if judged.verdict is Verdict.TRUNCATED and self._proxy_killed_since(began_s):
             judged = Judged(verdict=Verdict.LOST, detail=judged.detail)
         self._note(shape, judged, began_s, streamed=streamed)
 
@@ -220,7 +220,7 @@ class Load:
     async def ask_badly(self) -> None:
         """Requests that must be refused, each with its status."""
         for path, body, status in BAD_BODIES:
-            deaths = self._proxy_deaths()
+            began_s = time.monotonic()
             try:
                 async with asyncio.timeout(HANG_S), self._sent(path, body) as response:
                     text = (await response.aread()).decode(errors="replace")
@@ -231,7 +231,7 @@ class Load:
             except TimeoutError:
                 self.bad_requests[f"{path} {status}: hung"] += 1
             except httpx.TransportError as exc:
-                lost = self._proxy_deaths() != deaths
+                lost = self._proxy_killed_since(began_s)
                 self.bad_requests["lost with the proxy" if lost else f"{path} {status}: {type(exc).__name__}"] += 1
 
 

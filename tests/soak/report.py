@@ -33,6 +33,8 @@ class Report:
     problems: list[str]
     facts: dict[str, Any]
     answers_not_right: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know of this run."""
     date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%d"))
     commit: str = field(default_factory=lambda: _commit())
     machine: str = field(default_factory=lambda: _machine())

@@ -51,7 +51,9 @@ def run(settings: Settings, folder: Path, *, log: Callable[[str], None]) -> Repo
     try:
         fleet.start()
         began_s = time.monotonic()
-        load = Load(fleet.url, shapes, seed=settings.seed, rate=settings.rate, proxy_deaths=lambda: fleet.proxy_deaths)
+        load = Load(
+            fleet.url, shapes, seed=settings.seed, rate=settings.rate, proxy_killed_since=fleet.proxy_killed_since
+        )
         faults = Faults(
             fleet, load, plan(settings.seed, settings.minutes * 60, settings.every_s), seed=settings.seed, log=say
         )
