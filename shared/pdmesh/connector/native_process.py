@@ -41,6 +41,7 @@ from pdmesh.connector.throttle import Throttle
 ArgumentT = TypeVar("ArgumentT")
 
 POLL_S = 0.0002
+SWITCH_INTERVAL_S = 0.0002
 
 
 class Helper:
@@ -53,12 +54,16 @@ class Helper:
         self._agents: dict[str, Peer] = {}
         self._jobs: list[Job] = []
         self._num_handshakes = 0
+        self._has_moved = False
+        """Whether a job went on at the last look: its next read may have ended already."""
 
     @property
     def patience_s(self) -> float | None:
         """How long nothing has to be looked at; None while there is nothing."""
         if not self._jobs:
             return None
+        if self._has_moved:
+            return 0.0
         if any(job.handle is not None for job in self._jobs):
             return POLL_S
         return max(POLL_S, min(job.due_s for job in self._jobs) - time.monotonic())
@@ -81,6 +86,7 @@ class Helper:
     def poll(self) -> list[FromHelper]:
         """See which reads have ended."""
         answers: list[FromHelper] = []
+        self._has_moved = False
         for job in list(self._jobs):
             # One that failed takes all of its peer's with it.
             if job in self._jobs:
@@ -142,6 +148,7 @@ class Helper:
             self._jobs.remove(job)
             return [job.on_lost(), *self._drop(peer_id)]
         if answer is None:
+            self._has_moved |= job.handle is not None
             return []
         self._jobs.remove(job)
         refused = isinstance(answer, AgentConnected) and answer.error
@@ -198,6 +205,8 @@ def _quietly(call: Callable[[ArgumentT], None], argument: ArgumentT) -> bool:
 def main() -> None:
     """Serve one engine until it closes the socket."""
     socket_fd, *memory_fds = (int(argument) for argument in sys.argv[1:])
+    # The thread that sums shall not wait long for the one that reads, nor that one for it.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     # Ctrl-C reaches the whole process group; the engine decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=socket_fd)

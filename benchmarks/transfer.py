@@ -1,0 +1,267 @@
+"""Measures how fast 64 MB of KV get from one process into another over each connector, sums and generation words checked.
+
+    python benchmarks/transfer.py --json results/today-transfer.json
+
+In turns within one run: one core's memcpy of the same bytes between the same pages; `shm`; a bare NIXL agent that reads all
+blocks at once, without helper process, words or sums; `nixl` as engines use it; `grpc`. The goals: `shm` at least 0.8 of memcpy,
+`nixl` within 10 % of the bare agent. Exit code 1 when one is missed.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import secrets
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pdmesh.connector.base import PeerPool, Pull, WorkerConnector
+from pdmesh.connector.native_agent import AgentSettings, CopyState, Ranges
+from pdmesh.connector.options import connector_options
+from pdmesh.connector.pool import KVPool, PoolShape
+from pdmesh.connector.registry import make_worker_connectors
+from pdmesh.connector.shm import ShmMetadata
+from pdmesh.connector.shm_socket import fetch_pool
+from pdmesh.security import MeshSecret
+from transfer_owner import PEER_ID, address_of, make_pool
+
+BLOCK_BYTES = 30 * 3 * 2 * 32 * 64 * 2
+"""SmolLM2-135M's: layers, KV heads, keys and values, tokens, their size, bytes of bfloat16."""
+NUM_BLOCKS = 91
+SHM_GOAL = 0.8
+NIXL_GOAL = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to get the bytes across: `move` does it once and leaves them in the target pool."""
+
+    name: str
+    move: Callable[[], None]
+
+
+class Puller:
+    """A connector's consumer, and the pull of all blocks."""
+
+    def __init__(
+        self, connector: WorkerConnector, hello: dict[str, Any], target: KVPool, *, is_checked: bool = True
+    ) -> None:
+        name = connector.name
+        metadata = hello["address"].encode() if name == "grpc" else bytes.fromhex(hello["connectors"][name])
+        shape = target.shape
+        self._connector = connector
+        self._ids = list(range(shape.num_blocks))
+        self._generations = hello["generations"]
+        self._checksums = hello["checksums"] if is_checked else []
+        connector.register(target)
+        connector.connect(
+            PeerPool(peer_id=PEER_ID, metadata=metadata, num_blocks=shape.num_blocks, block_bytes=shape.block_bytes)
+        )
+
+    def move(self) -> None:
+        self._connector.start(
+            Pull(
+                transfer_id=secrets.token_hex(8),
+                peer_id=PEER_ID,
+                source_block_ids=self._ids,
+                generations=self._generations,
+                target_block_ids=self._ids,
+                deadline_s=30.0,
+                checksums=self._checksums,
+            )
+        )
+        select.select([self._connector.fileno()], [], [], 30)
+        [result] = self._connector.poll()
+        if result.reason:
+            sys.exit(f"{self._connector.name}: {result.reason}")
+
+
+class BareAgent:
+    """A NIXL agent that reads all blocks at once and is asked all the time whether it is done."""
+
+    def __init__(self, hello: dict[str, Any], target: KVPool) -> None:
+        from pdmesh.connector.nixl_agent import NixlAgent
+
+        self._agent = NixlAgent(AgentSettings(name=f"bare-{secrets.token_hex(4)}", on_loopback=True))
+        self._agent.register(address_of(target), target.shape.total_bytes)
+        self._peer = self._agent.add_peer(bytes.fromhex(hello["agent"]))
+        self._local = _ranges(address_of(target), target.shape)
+        self._remote = _ranges(hello["base"], target.shape)
+
+    def move(self) -> None:
+        handle = self._agent.read(self._local, self._remote, self._peer)
+        while (state := self._agent.state(handle)) is CopyState.RUNNING:
+            # The agent's own thread does the work.
+            time.sleep(0.00005)
+        self._agent.release(handle)
+        if state is not CopyState.DONE:
+            sys.exit("the bare agent's read failed")
+
+
+def main() -> int:
+    """Measure and report; returns the exit code."""
+    arguments = _arguments()
+    shape = PoolShape(arguments.blocks, arguments.block_bytes)
+    with ExitStack() as stack:
+        hello, secret = _start_owner(stack, arguments.connectors, shape)
+        target = make_pool(shape, fill=False)
+        source = _source(hello, shape, secret)
+        ways = _ways(stack, arguments, hello, secret, source, target)
+        times = _measure(ways, source, target, arguments.rounds)
+        report = _report(times, shape, arguments)
+    print(_table(report))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.flush()
+    # Without destructors: NIXL's may wait for peers that are gone.
+    os._exit(0 if all(goal["met"] for goal in report["goals"]) else 1)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--blocks", type=int, default=NUM_BLOCKS)
+    parser.add_argument("--block-bytes", type=int, default=BLOCK_BYTES)
+    parser.add_argument("--connectors", default="shm,nixl,grpc", type=lambda text: text.split(","))
+    parser.add_argument("--connector-options", default="", help="as engines take it")
+    parser.add_argument("--json", default="", metavar="FILE", help="write all times there")
+    return parser.parse_args()
+
+
+def _start_owner(stack: ExitStack, names: list[str], shape: PoolShape) -> tuple[dict[str, Any], MeshSecret]:
+    secret = secrets.token_hex(16)
+    shown = [json.dumps(sorted({*names, "shm"})), str(shape.num_blocks), str(shape.block_bytes), secret]
+    owner = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("transfer_owner.py")), *shown],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    stack.callback(owner.kill)
+    assert owner.stdout is not None
+    return json.loads(owner.stdout.readline()), MeshSecret(secret)
+
+
+def _source(hello: dict[str, Any], shape: PoolShape, secret: MeshSecret) -> KVPool:
+    """The owner's pool itself, for memcpy and to check what arrived."""
+    import msgspec
+
+    name = msgspec.msgpack.decode(bytes.fromhex(hello["connectors"]["shm"]), type=ShmMetadata).socket_name
+    return fetch_pool(name, PEER_ID, shape, secret).pool
+
+
+def _ways(
+    stack: ExitStack,
+    arguments: argparse.Namespace,
+    hello: dict[str, Any],
+    secret: MeshSecret,
+    source: KVPool,
+    target: KVPool,
+) -> list[Way]:
+    def memcpy() -> None:
+        ctypes.memmove(target.blocks.ctypes.data, source.blocks.ctypes.data, source.blocks.nbytes)
+
+    options = connector_options(arguments.connector_options)
+    ways = [Way(name="memcpy", move=memcpy)]
+    for name in arguments.connectors:
+        if name == "nixl":
+            ways.append(Way(name="bare nixl", move=BareAgent(hello, target).move))
+        for is_checked in (True, False):
+            made = make_worker_connectors(
+                [name], peer_id=f"consumer-{name}@{int(is_checked)}", secret=secret, on_loopback=True, options=options
+            )
+            stack.callback(made[name].close)
+            label = name if is_checked else f"{name}, no sums"
+            ways.append(Way(name=label, move=Puller(made[name], hello, target, is_checked=is_checked).move))
+    return ways
+
+
+def _measure(ways: list[Way], source: KVPool, target: KVPool, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way, round by round; the first is a warm-up, in which what arrived is compared byte by byte."""
+    times: dict[str, list[float]] = {way.name: [] for way in ways}
+    for number in range(rounds + 1):
+        for way in ways:
+            if not number:
+                target.blocks[:] = 0
+            started_s = time.perf_counter()
+            way.move()
+            taken_s = time.perf_counter() - started_s
+            if number:
+                times[way.name].append(taken_s)
+            elif not np.array_equal(target.blocks, source.blocks):
+                sys.exit(f"{way.name}: other bytes arrived")
+    return times
+
+
+def _report(times: dict[str, list[float]], shape: PoolShape, arguments: argparse.Namespace) -> dict[str, Any]:
+    num_bytes = shape.num_blocks * shape.block_bytes
+    rows = {
+        name: {
+            "median_ms": statistics.median(each) * 1e3,
+            "min_ms": min(each) * 1e3,
+            "gb_s": num_bytes / statistics.median(each) / 1e9,
+            "times_ms": [round(taken_s * 1e3, 3) for taken_s in each],
+        }
+        for name, each in times.items()
+    }
+    goals = []
+    for name, beside, least in (("shm", "memcpy", SHM_GOAL), ("nixl", "bare nixl", NIXL_GOAL)):
+        if name in rows:
+            ratio = rows[beside]["median_ms"] / rows[name]["median_ms"]
+            best = rows[beside]["min_ms"] / rows[name]["min_ms"]
+            goals.append(
+                {
+                    "way": name,
+                    "beside": beside,
+                    "ratio": ratio,
+                    "ratio_of_best": best,
+                    "goal": least,
+                    "met": ratio >= least,
+                }
+            )
+    return {
+        "bytes": num_bytes,
+        "blocks": shape.num_blocks,
+        "rounds": arguments.rounds,
+        "connector_options": arguments.connector_options,
+        "ways": rows,
+        "goals": goals,
+    }
+
+
+def _table(report: dict[str, Any]) -> str:
+    lines = [
+        f"{report['bytes'] / 1e6:.1f} MB in {report['blocks']} blocks, {report['rounds']} rounds in turns",
+        "",
+        "| way | median ms | least ms | GB/s |",
+        "|---|---|---|---|",
+    ]
+    for name, row in report["ways"].items():
+        lines.append(f"| {name} | {row['median_ms']:.2f} | {row['min_ms']:.2f} | {row['gb_s']:.1f} |")
+    for goal in report["goals"]:
+        lines.append(
+            f"\n{goal['way']} moves as fast as {goal['beside']} times {goal['ratio']:.2f} (the best of each: "
+            f"{goal['ratio_of_best']:.2f}; goal {goal['goal']}): {'met' if goal['met'] else 'MISSED'}"
+        )
+    return "\n".join(lines)
+
+
+def _ranges(base: int, shape: PoolShape) -> Ranges:
+    ranges = np.zeros((shape.num_blocks, 3), dtype=np.uint64)
+    ranges[:, 0] = np.arange(shape.num_blocks) * shape.block_bytes + base + shape.header_bytes
+    ranges[:, 1] = shape.block_bytes
+    return ranges
+
+
+if __name__ == "__main__":
+    sys.exit(main())
