@@ -205,7 +205,7 @@ def _measure(ways: list[Way], source: KVPool, target: KVPool, rounds: int) -> di
 
 def _report(times: dict[str, list[float]], shape: PoolShape, arguments: argparse.Namespace) -> dict[str, Any]:
     num_bytes = shape.num_blocks * shape.block_bytes
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         name: {
             "median_ms": statistics.median(each) * 1e3,
             "min_ms": min(each) * 1e3,

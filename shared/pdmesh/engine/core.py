@@ -298,6 +298,7 @@ class Core:
                 transfers=outbox.transfers,
                 computed=outbox.computed,
                 needs=outbox.needs,
+                ended_s=self._executor.ended_s if has_stepped else 0.0,
                 kv_events=self._events.take() if has_events and self._events is not None else b"",
                 stats=stats,
             )

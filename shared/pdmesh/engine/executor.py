@@ -8,6 +8,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -38,6 +39,9 @@ class Executor:
         """The one that was submitted last."""
         self._done: queue.SimpleQueue[StepResult | Exception] = queue.SimpleQueue()
         self._untold: StepResult | Exception | None = None
+        self._untold_s = 0.0
+        self.ended_s = 0.0
+        """When the last step ended of which `take_results` tells, on the monotonic clock."""
         """Of the step that ended last; the worker's thread alone looks at it."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._num_submitted = 0
@@ -112,7 +116,7 @@ class Executor:
                 outcome = RuntimeError(f"{type(exc).__name__}: {exc}")
             # One that failed before it began has not told of the step before it.
             self._tell()
-            self._untold = outcome
+            self._untold, self._untold_s = outcome, time.monotonic()
         self._tell()
 
     def _next_plan(self) -> StepPlan | None:
@@ -129,6 +133,7 @@ class Executor:
 
     def _tell(self) -> None:
         if self._untold is not None:
+            self.ended_s = self._untold_s
             self._done.put(self._untold)
             self._untold = None
             os.eventfd_write(self._wake_fd, 1)

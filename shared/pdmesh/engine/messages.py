@@ -303,6 +303,8 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     computed: list[BlocksComputed] = []
     needs: list[NeedsSource] = []
     stats: Stats | None = None
+    ended_s: float = 0.0
+    """When its computing ended, on the clock that all processes of a machine share; 0 when there was no step."""
     kv_events: bytes = b""
     """What `KVEventLog.take` gave: an encoded batch to publish; empty when there is none."""
 

@@ -5,6 +5,7 @@ The consumer's end of `TRANSFER_TABLE`: a fetch is open from before its begin is
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -41,6 +42,19 @@ HOW = {Exchange.BYTES: "", Exchange.REPACKED: "+converted", Exchange.ROUNDED: "+
 """What stands behind the connector where KV comes from."""
 
 
+class HandoffStage(StrEnum):
+    """Label of `pdmesh_handoff_seconds`; a mesh's whole handoff is these and the way from engine to proxy to engine."""
+
+    SEALED = "sealed"
+    """At the owner: from the end of the prompt's last step until its ticket is handed out."""
+    BEGIN = "begin"
+    """At the consumer: from the request's arrival until the owner has agreed."""
+    PULL = "pull"
+    """From there until all KV is here and checked."""
+    RESUME = "resume"
+    """From there until the next token, one step."""
+
+
 class Outcome(StrEnum):
     """How a pull ended."""
 
@@ -69,6 +83,8 @@ class Fetch:
     """Of the owner's blocks, where they are not those of the pool here."""
     timer: asyncio.TimerHandle | None = None
     state: TransferState = TransferState.OPEN
+    begun_s: float = 0.0
+    """When the owner had agreed."""
 
     @property
     def source(self) -> str:
@@ -116,6 +132,8 @@ class Fetches:
         # Whoever ended it meanwhile has told the owner.
         if fetch.transfer_id in self._open:
             fetch.on(TransferEvent.BEGIN)
+            fetch.begun_s = time.monotonic()
+            self._metrics.handoff.observe(HandoffStage.BEGIN, fetch.begun_s - fetch.running.arrived_s)
 
     def num_bytes_under_way(self, connector: str) -> int:
         """What the pulls over a connector have to copy in all."""
@@ -140,6 +158,9 @@ class Fetches:
         if message.reason == PullEnd.CORRUPT:
             self._report_corrupt(fetch)
         metrics = self._metrics
+        if message.committed:
+            fetch.running.pulled_s = time.monotonic()
+            metrics.handoff.observe(HandoffStage.PULL, fetch.running.pulled_s - fetch.begun_s)
         metrics.transfer_bytes.inc(fetch.connector, fetch.origin, amount=message.num_bytes)
         if fetch.connector == NIXL:
             if message.committed:

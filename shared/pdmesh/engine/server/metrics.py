@@ -15,6 +15,7 @@ from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.token_histogram import TokenHistogram
 
 # Bucket edges as vLLM's dashboards expect them.
+HANDOFF_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
 TTFT_S = (
     0.001,
     0.005,
@@ -168,6 +169,16 @@ class EngineMetrics:
             "Offers that a connector that copies them could not make available.",
             "connector",
         )
+        self.handoff = LabelledHistogram(
+            Histogram(
+                "pdmesh_handoff_seconds",
+                "Time of a handoff's stages: sealed and handed out here, or begun, pulled and resumed here.",
+                (*LABELS, "stage"),
+                registry=registry,
+                buckets=HANDOFF_S,
+            ),
+            values,
+        )
         self.fallbacks = by("pdmesh_fallbacks", "Intended KV transfers that were not done, by reason.", "reason")
         self.probe_failures = by(
             "pdmesh_connector_probe_failures",
@@ -219,6 +230,17 @@ class Labelled:
 
     def inc(self, *labels: str, amount: float = 1) -> None:
         self._family.labels(*self._values, *labels).inc(amount)
+
+
+class LabelledHistogram:
+    """A histogram whose model and engine labels are filled in."""
+
+    def __init__(self, family: Histogram, values: tuple[str, ...]) -> None:
+        self._family = family
+        self._values = values
+
+    def observe(self, label: str, amount: float) -> None:
+        self._family.labels(*self._values, label).observe(amount)
 
 
 class _CoreCollector(Collector):
