@@ -10,6 +10,7 @@ before that. Their sum is held against the goal, 5 ms. The engines' own stages a
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -134,7 +135,7 @@ async def _gaps(url: str, model: str, num: int, prompt_tokens: int) -> list[list
                 times += [time.perf_counter() for event in events if any(each["text"] for each in event["choices"])]
         finally:
             stream.close()
-        gaps.append([after - before for before, after in zip(times, times[1:], strict=False)])
+        gaps.append([after - before for before, after in itertools.pairwise(times)])
     return gaps
 
 

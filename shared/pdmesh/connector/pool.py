@@ -9,6 +9,7 @@ import contextlib
 import mmap
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,8 @@ class KVPool:
         self.fd = os.dup(fd)
         self.shape = shape
         self.writable = writable
+        self.on_bump: Callable[[list[int]], None] | None = None
+        """Called with what `bump` was given."""
         access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         self.staging: StagingArea | None = None
         """Where blocks of other sizes may be pulled to; the caller's to set before a connector registers the pool."""
@@ -66,6 +69,8 @@ class KVPool:
     def bump(self, block_ids: list[int]) -> None:
         """Give each block a new generation; call before its content changes hands."""
         self.generations[block_ids] += np.uint64(1)
+        if self.on_bump is not None:
+            self.on_bump(block_ids)
 
     def target(self, lane: Lane | None) -> "PullTarget":
         """Return the blocks that a pull writes to: this pool's, or those of a lane of its staging area.

@@ -17,6 +17,7 @@ import msgspec
 from pdmesh.config import EngineConfig
 from pdmesh.connector.base import WorkerConnector
 from pdmesh.connector.options import connector_options
+from pdmesh.connector.pages import PagesAhead
 from pdmesh.connector.pool import KVPool, PoolShape, size_pool_file
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.connector.staging import NUM_LANES, StagingArea
@@ -127,6 +128,7 @@ def _bound_pool(config: EngineConfig, fd: int, backend: Backend, info: ModelInfo
         pool.staging = _staging(config, info)
         if pool.staging is not None:
             closing.callback(pool.staging.close)
+        closing.enter_context(PagesAhead(pool))
         yield pool
 
 

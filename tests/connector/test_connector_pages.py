@@ -1,0 +1,71 @@
+"""Memory that is taken ahead of a pool's first writes: soon, a little, and of nothing while nothing is given out."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from pdmesh.connector.pages import PagesAhead
+from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
+
+SHAPE = PoolShape(num_blocks=64, block_bytes=32 << 10)
+
+
+def fresh_pool(shape: PoolShape = SHAPE) -> KVPool:
+    fd = create_pool_file("test")
+    size_pool_file(fd, shape)
+    pool = KVPool(fd, shape, writable=True)
+    os.close(fd)
+    return pool
+
+
+def num_taken(pool: KVPool) -> int:
+    """Whole blocks that have memory."""
+    return (os.fstat(pool.fd).st_blocks * 512 - pool.shape.header_bytes) // pool.shape.block_bytes
+
+
+def until(reached: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def test_memory_is_taken_for_what_comes_next_and_for_no_more() -> None:
+    pool = fresh_pool()
+    with PagesAhead(pool, bytes_ahead=5 * SHAPE.block_bytes):
+        assert num_taken(pool) == 0
+        pool.bump([0, 1, 2])
+        # Blocks 3 to 7: those that are given out get theirs from whoever writes.
+        until(lambda: num_taken(pool) == 5)
+        # Again, in any order: that is nothing new.
+        pool.bump([2, 0])
+        pool.bump([9, 8])
+        until(lambda: num_taken(pool) == 10)
+        assert pool.blocks[10:15].max() == 0
+    assert num_taken(pool) == 10
+    pool.close()
+
+
+def test_it_ends_at_the_pools_end_and_with_the_pool() -> None:
+    pool = fresh_pool()
+    with PagesAhead(pool, bytes_ahead=1 << 30):
+        # An eighth at most.
+        pool.bump([0])
+        until(lambda: num_taken(pool) == 8)
+        pool.bump([63])
+        time.sleep(0.02)
+    assert num_taken(pool) == 8
+    assert not [thread for thread in threading.enumerate() if thread.name == "pages-ahead"]
+    pool.bump([1])
+    pool.close()
+
+
+def test_a_pool_of_few_blocks_is_left_alone() -> None:
+    pool = fresh_pool(PoolShape(num_blocks=4, block_bytes=4096))
+    with PagesAhead(pool):
+        pool.bump([0])
+    assert num_taken(pool) == 0
+    pool.close()
