@@ -37,12 +37,23 @@ class PoolShape:
         return self.header_bytes + self.num_blocks * self.block_bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class PullTarget:
-    """Blocks that a pull writes to, uint8 [num_blocks, block_bytes]."""
+    """Blocks that a pull writes to. Whoever keeps it keeps no memory mapped: its views are made when they are asked for."""
 
-    shape: PoolShape
-    blocks: NDArray[np.uint8]
+    def __init__(self, pool: "KVPool", lane: Lane | None) -> None:
+        """Raises ValueError for a lane that is not there."""
+        self._pool = pool
+        self._lane = lane
+        self.shape = pool.shape if lane is None else PoolShape(len(self.blocks), lane.block_bytes)
+
+    @property
+    def blocks(self) -> NDArray[np.uint8]:
+        """uint8 [num_blocks, block_bytes]."""
+        if self._lane is None:
+            return self._pool.blocks
+        if self._pool.staging is None:
+            raise ValueError("this pool has no staging area")
+        return self._pool.staging.blocks(self._lane)
 
 
 class KVPool:
@@ -72,17 +83,12 @@ class KVPool:
         if self.on_bump is not None:
             self.on_bump(block_ids)
 
-    def target(self, lane: Lane | None) -> "PullTarget":
+    def target(self, lane: Lane | None) -> PullTarget:
         """Return the blocks that a pull writes to: this pool's, or those of a lane of its staging area.
 
         Raises ValueError for a lane that is not there.
         """
-        if lane is None:
-            return PullTarget(self.shape, self.blocks)
-        if self.staging is None:
-            raise ValueError("this pool has no staging area")
-        blocks = self.staging.blocks(lane)
-        return PullTarget(PoolShape(len(blocks), lane.block_bytes), blocks)
+        return PullTarget(self, lane)
 
     def generations_of(self, block_ids: list[int]) -> list[int]:
         return [int(word) for word in self.generations[block_ids]]
