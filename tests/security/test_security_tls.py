@@ -21,6 +21,9 @@ from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.security import MeshSecret
 from pdmesh.servers import grpc_server
+from pdmesh.supervisor.config import UpConfig
+from pdmesh_kvcache.config import KVCacheConfig
+from pdmesh_kvcache.server import check
 from support.authority import Authority, Files
 
 pytestmark = pytest.mark.anyio
@@ -228,6 +231,25 @@ def test_a_partial_set_is_refused() -> None:
         ServiceConfig(tls_cert="/x/tls.crt")
     with pytest.raises(ValueError, match="tls-ca needs tls-cert and tls-key too"):
         ServiceConfig(tls_ca="/x/ca.crt")
+
+
+def test_up_refuses_a_partial_set_and_takes_a_whole_one_for_a_secret() -> None:
+    with pytest.raises(ValueError, match="tls-key needs tls-cert and tls-ca too"):
+        UpConfig(tls_key="/x/tls.key")
+    with pytest.raises(ValueError, match=r"secret is required: .*--tls-cert"):
+        UpConfig(host="0.0.0.0")
+    assert UpConfig(host="0.0.0.0", tls_cert="/x/tls.crt", tls_key="/x/tls.key", tls_ca="/x/ca.crt").tls_server_name
+
+
+async def test_what_lies_in_valkey_needs_the_secret_beside_certificates(authority: Authority, tmp_path: Path) -> None:
+    """A certificate says who connects, not who wrote a value."""
+    files = authority.issue(tmp_path / "one")
+    config = KVCacheConfig(
+        host="127.0.0.1", port=0, grpc_port=0, valkey="redis://127.0.0.1:1", valkey_required=False, **files.settings
+    )
+    with pytest.raises(ConfigError, match="valkey needs the mesh secret beside tls-cert"):
+        await check(config)
+    await check(config.model_copy(update={"secret": SECRET}))
 
 
 def test_off_loopback_there_is_a_secret_or_mutual_tls(authority: Authority, tmp_path: Path) -> None:

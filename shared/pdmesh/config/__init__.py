@@ -2,7 +2,7 @@
 
 from pdmesh.config.engine import EngineConfig
 from pdmesh.config.loading import ALIASES, load_config, unknown_variables, variable
-from pdmesh.config.settings import LOOPBACK_HOSTS, HttpConfig, ServiceConfig, Settings
+from pdmesh.config.settings import LOOPBACK_HOSTS, HttpConfig, ServiceConfig, Settings, TlsConfig
 
 __all__ = [
     "ALIASES",
@@ -11,6 +11,7 @@ __all__ = [
     "HttpConfig",
     "ServiceConfig",
     "Settings",
+    "TlsConfig",
     "load_config",
     "unknown_variables",
     "variable",

@@ -45,7 +45,29 @@ class Settings(BaseModel):
         return values
 
 
-class ServiceConfig(Settings):
+class TlsConfig(Settings):
+    """Mutual TLS between services; without files gRPC is plain."""
+
+    tls_cert: str = ""
+    """File with this service's certificate, PEM; with `tls_key` and `tls_ca` all gRPC between services is mutual TLS."""
+    tls_key: str = ""
+    """File with the private key of `tls_cert`, PEM, without a passphrase."""
+    tls_ca: str = ""
+    """File with the authorities that sign the mesh's certificates, PEM."""
+    tls_server_name: str = Field(default="pdmesh", max_length=253)
+    """DNS name that every certificate of the mesh carries; empty: a server's carries the address that peers dial."""
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        given = {"tls-cert": self.tls_cert, "tls-key": self.tls_key, "tls-ca": self.tls_ca}
+        lacking = [name for name, path in given.items() if not path]
+        if 0 < len(lacking) < len(given):
+            there = next(name for name, path in given.items() if path)
+            raise ValueError(f"{there} needs {' and '.join(lacking)} too: mutual TLS takes all three files")
+        return self
+
+
+class ServiceConfig(TlsConfig):
     """What every service has."""
 
     host: str = "127.0.0.1"
@@ -56,14 +78,6 @@ class ServiceConfig(Settings):
     """Mesh secret, at least 16 characters, the same on all services. Empty on loopback: a per-user file is used."""
     secret_file: str = ""
     """File with the mesh secret (Kubernetes mounts one); wins over `secret`."""
-    tls_cert: str = ""
-    """File with this service's certificate, PEM; with `tls_key` and `tls_ca` all gRPC between services is mutual TLS."""
-    tls_key: str = ""
-    """File with the private key of `tls_cert`, PEM, without a passphrase."""
-    tls_ca: str = ""
-    """File with the authorities that sign the mesh's certificates, PEM."""
-    tls_server_name: str = Field(default="pdmesh", max_length=253)
-    """DNS name that every certificate of the mesh carries; empty: a server's carries the address that peers dial."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged."""
     log_format: Literal["text", "json"] = "text"
@@ -74,15 +88,6 @@ class ServiceConfig(Settings):
     """Only check the configuration, as far as that is cheap, and end with code 0, or 2 and one line."""
     notify_fd: int = Field(default=-1, ge=-1)
     """Inherited descriptor to report start-up progress and readiness on, as JSON lines; set by `pdmesh up`."""
-
-    @model_validator(mode="after")
-    def _check_tls(self) -> Self:
-        given = {"tls-cert": self.tls_cert, "tls-key": self.tls_key, "tls-ca": self.tls_ca}
-        lacking = [name for name, path in given.items() if not path]
-        if 0 < len(lacking) < len(given):
-            there = next(name for name, path in given.items() if path)
-            raise ValueError(f"{there} needs {' and '.join(lacking)} too: mutual TLS takes all three files")
-        return self
 
     @property
     def on_loopback(self) -> bool:

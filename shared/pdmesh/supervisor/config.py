@@ -4,14 +4,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pdmesh.config import LOOPBACK_HOSTS, Settings
+from pdmesh.config import LOOPBACK_HOSTS, TlsConfig
 from pdmesh.config.settings import PoolConnector
 from pdmesh.models.source import DEMO_MODEL
 
 MAX_REPLICAS = 64
 
 
-class UpConfig(Settings):
+class UpConfig(TlsConfig):
     """Start a whole mesh on this machine: Valkey, kvcache, prefill, decode and proxy, each a process of its own."""
 
     model: str = DEMO_MODEL
@@ -35,7 +35,7 @@ class UpConfig(Settings):
     kv_cache_dtype: Literal["auto", "int8_per_token_head"] = "auto"
     """KV in `dtype`, or in 8 bits with a scale for each token and KV head."""
     host: str = "127.0.0.1"
-    """Address of the proxy; all others stay on loopback. Off loopback the mesh secret is required."""
+    """Address of the proxy; all others stay on loopback. Off loopback the mesh secret or mutual TLS is required."""
     port: int = Field(default=8000, ge=1, le=65535)
     """Port of the proxy."""
     api_key: list[str] = Field(default=[], repr=False)
@@ -66,14 +66,6 @@ class UpConfig(Settings):
     """Mesh secret; empty: a random one for this run. Prefer PDMESH_SECRET to the flag: flags are visible to all users."""
     secret_file: str = ""
     """File with the mesh secret; wins over `secret`."""
-    tls_cert: str = ""
-    """File with a certificate for all services, PEM; with `tls_key` and `tls_ca` all gRPC between them is mutual TLS."""
-    tls_key: str = ""
-    """File with the private key of `tls_cert`, PEM, without a passphrase."""
-    tls_ca: str = ""
-    """File with the authorities that sign the mesh's certificates, PEM."""
-    tls_server_name: str = Field(default="pdmesh", max_length=253)
-    """DNS name that every certificate of the mesh carries; empty: a server's carries the address that peers dial."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that the services log."""
     log_dir: str = ""
@@ -85,10 +77,10 @@ class UpConfig(Settings):
 
     @model_validator(mode="after")
     def _check_secret(self) -> "UpConfig":
-        if self.host not in LOOPBACK_HOSTS and not (self.secret or self.secret_file):
+        if self.host not in LOOPBACK_HOSTS and not (self.secret or self.secret_file or self.tls_cert):
             raise ValueError(
                 f"host {self.host} is reachable from other machines, so the mesh secret is required: "
-                "set --secret-file or PDMESH_SECRET (at least 16 characters)"
+                "set --secret-file or PDMESH_SECRET (at least 16 characters), or --tls-cert, --tls-key and --tls-ca"
             )
         return self
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from pdmesh.config import ALIASES, EngineConfig, variable
+from pdmesh.config import ALIASES, EngineConfig, TlsConfig, variable
 from pdmesh.embedded_valkey import ValkeyCommand, prepare
 from pdmesh.engine.host_memory import usable_cores
 from pdmesh.errors import ConfigError
@@ -17,7 +17,6 @@ from pdmesh.supervisor.roles import Role
 from pdmesh.supervisor.runtime import RuntimeFolder
 
 LOOPBACK = "127.0.0.1"
-TLS_SETTINGS = ("tls_cert", "tls_key", "tls_ca", "tls_server_name")
 # A third of decode's share where both want a core. Measured, see docs/cpu.md: at 0 decode's steps take a third longer; at 10
 # and above other work on the machine takes the cores that prefill needs.
 PREFILL_NICENESS = 5
@@ -230,6 +229,9 @@ class Plan:
     def _service(self, role: Role, name: str, flags: list[str]) -> ChildSpec:
         config = self._config
         common = ["--log-level", config.log_level, "--drain-timeout-s", str(config.drain_timeout_s)]
+        # Flags, as in the environment an empty name would be none.
+        for name in TlsConfig.model_fields if config.tls_cert else ():
+            common += ["--" + name.replace("_", "-"), getattr(config, name)]
         argv = (sys.executable, "-m", f"pdmesh_{role}", *flags, *common, *self._extra[role])
         return ChildSpec(name=name, role=role, argv=argv, env=self._env, drain_timeout_s=self._drain_timeout_s(role))
 
@@ -249,8 +251,7 @@ def unheard_settings(environ: Mapping[str, str]) -> list[str]:
 
 
 def _child_environment(config: UpConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without PDMESH_ settings (they were for `up`), plus the secrets, which argv would show, and
-    certificates."""
+    """This process's environment without PDMESH_ settings (they were for `up`), plus the secrets, which argv would show."""
     env = {name: value for name, value in environ.items() if not name.startswith("PDMESH_")}
     if config.secret_file:
         env["PDMESH_SECRET_FILE"] = config.secret_file
@@ -259,8 +260,6 @@ def _child_environment(config: UpConfig, environ: Mapping[str, str]) -> dict[str
     elif not config.valkey:
         env["PDMESH_SECRET"] = secrets.token_hex(32)
     # Left: an outside Valkey and no secret given. The per-user secret then keeps stored blocks valid across runs.
-    if config.tls_cert:
-        env |= {variable(name): getattr(config, name) for name in TLS_SETTINGS}
     if config.api_key:
         env["PDMESH_API_KEY"] = ",".join(config.api_key)
     return env

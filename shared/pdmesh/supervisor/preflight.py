@@ -29,6 +29,7 @@ def check_shared(config: UpConfig) -> ModelSource:
         tls_cert=config.tls_cert,
         tls_key=config.tls_key,
         tls_ca=config.tls_ca,
+        tls_server_name=config.tls_server_name,
     )
     if config.secret or config.secret_file or config.tls_cert or config.valkey:
         # It brings gRPC along, a tenth of a second that a mesh with a secret of our own making does not need.
