@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from pdmesh.models.source import DEMO_MODEL
@@ -71,7 +72,12 @@ def test_preempted_requests_come_back_by_every_way_with_the_same_tokens() -> Non
         crowd_until(running, "prefill", wanted)
         assert running.proxy.metric("pdmesh_proxy_preempted_total") > 0
         running.prefill.pop().kill()
+        # Its health is its own, and the proxy's is that of any engine: before the list says so, and after.
+        for url in (running.decode[0].http, running.url):
+            assert httpx.get(f"{url}/health", timeout=10).status_code == 200
         running.announce()
         crowd_until(running, "recompute", wanted)
+        for url in (running.decode[0].http, running.url):
+            assert httpx.get(f"{url}/health", timeout=10).status_code == 200
         assert running.decode[0].metric("pdmesh_illegal_state_events_total") == 0
         running.wait_nothing_held()

@@ -2,7 +2,7 @@
 
 import os
 import select
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from pdmesh.connector.base import WorkerConnector
@@ -19,6 +19,7 @@ from pdmesh.engine.kv_groups import KVGroup
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
 from pdmesh.engine.links import Links
+from pdmesh.engine.logits_processors import LogitsProcessor
 from pdmesh.engine.messages import AddRequest, ConnectPeer, FromCore, PeerConnected, Shutdown, StepOutput, ToCore
 from pdmesh.engine.runner import Runner
 from pdmesh.engine.scheduler import Scheduler
@@ -44,6 +45,7 @@ class CoreHarness:
         with_events: bool = False,
         connectors: dict[str, WorkerConnector] | None = None,
         backend: Backend | None = None,
+        processors: Sequence[LogitsProcessor] = (),
         model: str = "",
         lane_bytes: int = 0,
         **limits: float,
@@ -87,6 +89,7 @@ class CoreHarness:
             num_groups=len(groups),
             block_size=block_size,
             eos_token_ids=eos,
+            processors=processors,
         )
         self.runner = runner
         self.executor = Executor(runner, is_async=is_async)
