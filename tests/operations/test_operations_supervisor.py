@@ -306,6 +306,7 @@ def test_certificates_are_handed_to_every_service(runtime: RuntimeFolder) -> Non
     plan = make_plan(runtime, *given)
     children = [plan.proxy(), plan.kvcache(), *(plan.engine(role, 1) for role in (Role.PREFILL, Role.DECODE))]
     assert all([flag(child, name) for name in given[::2]] == given[1::2] for child in children)
+    assert [child.name for child in children] == ["proxy", "kvcache", "prefill-1", "decode-1"]
     assert "--tls-server-name" not in make_plan(runtime).proxy().argv
 
 

@@ -230,8 +230,8 @@ class Plan:
         config = self._config
         common = ["--log-level", config.log_level, "--drain-timeout-s", str(config.drain_timeout_s)]
         # Flags, as in the environment an empty name would be none.
-        for name in TlsConfig.model_fields if config.tls_cert else ():
-            common += ["--" + name.replace("_", "-"), getattr(config, name)]
+        for setting in TlsConfig.model_fields if config.tls_cert else ():
+            common += ["--" + setting.replace("_", "-"), getattr(config, setting)]
         argv = (sys.executable, "-m", f"pdmesh_{role}", *flags, *common, *self._extra[role])
         return ChildSpec(name=name, role=role, argv=argv, env=self._env, drain_timeout_s=self._drain_timeout_s(role))
 
