@@ -121,6 +121,8 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
             reason = active.interruption() or self._copy(active, peer, target)
         except Exception as exc:  # the thread's top
             reason = active.interruption() or peer.reason_of(exc)
+            # The call is its own exception: as long as it is known anywhere, so would be the pool, by its frames.
+            exc.__traceback__ = None
         num_bytes = 0 if reason else len(pull.source_block_ids) * peer.shape.block_bytes
         self._pulls.finish(pull.transfer_id, reason, num_bytes)
 
