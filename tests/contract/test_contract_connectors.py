@@ -61,6 +61,7 @@ class Consumer:
             [name],
             peer_id=peer_id or f"consumer@{next(_ids)}",
             secret=MeshSecret(secret),
+            on_loopback=True,
             options=connector_options(json.dumps({name: OPTIONS.get(name, {}) | (options or {})})),
         )
         self.name = name

@@ -158,7 +158,12 @@ class _Server:
     def __init__(self, names: list[str], shape: PoolShape, peer_id: str, secret: MeshSecret, options: str) -> None:
         self.pool = make_pool(shape, filled=True)
         self.connectors = make_worker_connectors(
-            names, peer_id=peer_id, secret=secret, options=connector_options(options)
+            # Networks that come and go on this machine meanwhile, as those of other tests do, are nothing to these.
+            names,
+            peer_id=peer_id,
+            secret=secret,
+            on_loopback=True,
+            options=connector_options(options),
         )
         self.metadata = {name: connector.register(self.pool) for name, connector in self.connectors.items()}
         self._changed: dict[str, bytes] = {}
