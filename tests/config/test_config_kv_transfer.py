@@ -82,6 +82,32 @@ def test_a_command_line_of_vllms_means_the_same_here() -> None:
         assert word in line
 
 
+@pytest.mark.parametrize(
+    ("name", "mode"), [("NixlConnector", "pull"), ("NixlPullConnector", "pull"), ("NixlPushConnector", "push")]
+)
+def test_vllms_connectors_say_how_kv_moves(name: str, mode: str) -> None:
+    resolved = resolve_kv_transfer(configured({"kv_connector": name}))
+    assert (resolved.connector, resolved.kv_transfer_mode) == (["nixl"], mode)
+
+
+def test_kv_is_moved_in_one_way_over_all_connectors() -> None:
+    both = multi({"kv_connector": "NixlPullConnector"}, {"kv_connector": "NixlPushConnector"})
+    assert "kv_transfer_mode" not in refused(both)
+    assert "kv_connector push contradicts" in refused(both)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"connector": ["shm", "grpc"]}, "kv-transfer-mode push needs connector nixl; connector is shm,grpc"),
+        ({"connector": ["nixl"], "enable_prefix_caching": False}, "no-enable-prefix-caching"),
+    ],
+)
+def test_a_push_that_cannot_be_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EngineConfig(kv_transfer_mode="push", **settings)
+
+
 @pytest.mark.parametrize("text", ["", " ", "{}", '{"kv_connector": null}'])
 def test_what_is_not_given_changes_nothing(text: str) -> None:
     config = configured(text, connector=["grpc"])
@@ -119,7 +145,10 @@ def test_a_connector_that_is_not_here_is_refused_by_name(name: str) -> None:
         (NIXL | {EXTRA: {"lease": 1}}, [f"unknown key {EXTRA}.lease", "kv_lease_duration"]),
         (
             {"kv_connector": "MyConnector"},
-            ["kv_connector MyConnector", "NixlConnector, NixlPullConnector, MooncakeConnector, MultiConnector"],
+            [
+                "kv_connector MyConnector",
+                "NixlConnector, NixlPullConnector, NixlPushConnector, MooncakeConnector, MultiConnector",
+            ],
         ),
         ({"kv_role": "producer"}, ["kv_role", "'kv_producer', 'kv_consumer' or 'kv_both'", "'producer'"]),
         ({"kv_load_failure_policy": "retry"}, ["kv_load_failure_policy", "'fail' or 'recompute'", "'retry'"]),

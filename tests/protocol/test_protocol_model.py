@@ -47,6 +47,13 @@ def searched(**rules: Any) -> Search:
         pytest.param({"faults": 2, "legs": 1}, 7_000, id="pull, two faults, one leg"),
         pytest.param({"stock": True, "faults": 1}, 20_000, id="stock router, a fault"),
         pytest.param({"pushes": True, "faults": 1, "legs": 1}, 30_000, id="push, a fault, one leg"),
+        pytest.param({"pushes": True, "early": True, "faults": 0, "legs": 1}, 5_000, id="early push"),
+        pytest.param(
+            {"pushes": True, "early": True, "faults": 1, "legs": 1},
+            50_000,
+            id="early push, a fault, one leg",
+            marks=pytest.mark.full,
+        ),
         pytest.param({"stock": True, "faults": 2}, 150_000, id="stock router, two faults", marks=pytest.mark.full),
         pytest.param({"faults": 4, "legs": 1}, 20_000, id="pull, four faults, one leg", marks=pytest.mark.full),
         pytest.param(
@@ -130,6 +137,7 @@ class GivesBackTwice(OfferTable):
 FREED_AT_ONCE = {**LANDING_TABLE, (LandingState.EXPECTED, LandingEvent.UNWANTED): LandingState.FENCED}
 ONE_FAULT = {"faults": 1, "legs": 1}
 PUSH = {"pushes": True, "faults": 1, "legs": 1}
+EARLY = {"pushes": True, "early": True, "faults": 0, "legs": 1}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +166,9 @@ PUSH = {"pushes": True, "faults": 1, "legs": 1}
         pytest.param({**PUSH, "table": ForgetsWriters}, LATE_WRITE, id="the owner forgets what it writes"),
         pytest.param({**PUSH, "table": ForgetsEarlyEnds}, LATE_WRITE, id="an end before its begin is forgotten"),
         pytest.param({**PUSH, "landing": FREED_AT_ONCE}, LATE_WRITE, id="blocks that nobody wants are free at once"),
+        pytest.param({**EARLY, "writes_early": True}, OTHERS_CONTENT, id="blocks are written before they are computed"),
+        pytest.param({**EARLY, "landing": FREED_AT_ONCE}, LATE_WRITE, id="an expectation's blocks are free at once"),
+        pytest.param({**EARLY, "table": ForgetsWriters}, LATE_WRITE, id="the owner forgets what it began early"),
         pytest.param({**PUSH, "time_fences": True}, LATE_WRITE, id="quarantine ends by itself"),
         pytest.param({**PUSH, "refusal_fences": True}, LATE_WRITE, id="a refused begin ends quarantine"),
         pytest.param({**PUSH, "any_answer_fences": True}, LATE_WRITE, id="another start of the owner ends quarantine"),

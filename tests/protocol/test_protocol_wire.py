@@ -76,6 +76,7 @@ requests = st.builds(
     priority=st.integers(-(1 << 63), (1 << 63) - 1),
     deadline_s=st.integers(0, 10**9).map(lambda ms: ms / 1000),
     hand_back=st.booleans(),
+    offer_id=text,
 )
 error_code = st.sampled_from(["", *BY_CODE])
 deltas = st.builds(
@@ -194,7 +195,7 @@ def test_no_field_of_the_structs_is_forgotten_by_the_tests() -> None:
         (SamplingParams, 21),
         (RepetitionDetection, 3),
         (ThinkingBudget, 3),
-        (GenerateRequest, 11),
+        (GenerateRequest, 12),
         (ChoiceDelta, 16),
         (TokenLogprobs, 3),
         (GroupBlocks, 5),

@@ -173,7 +173,7 @@ class CoreHarness:
 
 def make_add(prompt: list[int], request_id: str = "r", **options: object) -> AddRequest:
     """Make an AddRequest; greedy and without an end at EOS unless told otherwise."""
-    fields: dict[type, dict[str, object]] = {SamplingParams: {}, GenerateRequest: {}, AddRequest: {}}
+    fields: dict[type, dict[str, object]] = {SamplingParams: {}, AddRequest: {}, GenerateRequest: {}}
     for name, value in options.items():
         owner = next(owner for owner in fields if name in owner.__struct_fields__)
         fields[owner][name] = value

@@ -21,7 +21,7 @@ from pdmesh.auth import AuthInterceptor
 from pdmesh.errors import MeshError, Preempted, TransferFailed
 from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2 as pb
-from pdmesh.protocol.capabilities import OWN, capabilities_to_pb
+from pdmesh.protocol.capabilities import FIRST, OWN, Capabilities, capabilities_to_pb
 from pdmesh.protocol.mesh_pb2_grpc import EngineServicer, add_EngineServicer_to_server
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, TokenLogprobs
 from pdmesh.protocol.ticket import Ticket, request_digest, seal, unseal
@@ -99,6 +99,7 @@ class FakeEngine(EngineServicer):
         vocab_size: int = 512,
         connectors: Sequence[str] = ("shm", "grpc"),
         is_old: bool = False,
+        pushes: bool = False,
     ) -> None:
         """`is_old`: it speaks protocol version 1."""
         self.behaviour = behaviour or Behaviour()
@@ -117,8 +118,11 @@ class FakeEngine(EngineServicer):
             protocol_min=1,
             protocol_max=PROTOCOL_VERSION,
             version="0",
-            capabilities=capabilities_to_pb(OWN),
+            max_num_batched_tokens=32,
+            capabilities=capabilities_to_pb(Capabilities(push=FIRST) if pushes else OWN),
         )
+        self.expectations: list[pb.Expectation] = []
+        self.withdrawn: list[str] = []
         self._is_old = is_old
         self.requests: list[GenerateRequest] = []
         self.running: dict[str, asyncio.Task[None]] = {}
@@ -190,6 +194,7 @@ class FakeEngine(EngineServicer):
 
         async def read() -> None:
             async for frame in request_iterator:
+                self.expectations += frame.expectations
                 for message in frame.requests:
                     request = request_from_pb(message)
                     self.requests.append(request)
@@ -217,6 +222,7 @@ class FakeEngine(EngineServicer):
             async for up in request_iterator:
                 for abort in up.aborts:
                     self._abort(abort.request_id, abort.choice)
+                self.withdrawn += up.withdraw_expectations
                 for offer_id in up.release_offers:
                     self.offers.released.append(offer_id)
                     self.offers.open.pop(offer_id, None)

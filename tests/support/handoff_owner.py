@@ -71,16 +71,25 @@ class OwnerSide:
         if owner.offer is not None and owner.offer[0] is OfferState.OPEN:
             sealed, is_sealed = self.tell(node, ("seal",))
             if is_sealed:
-                yield Step("owner seals", sealed._replace(content=MINE).send(("Ticket", node.epoch)))
+                computed = _written_now(sealed._replace(content=MINE))
+                yield Step("owner seals", computed.send(("Ticket", node.epoch)))
         yield from self._lease(node)
         yield from self._reuse(node)
         for attempt in sorted(owner.writers):
             write = write_of(node, attempt)
-            if write and attempt not in dict(owner.transfers):
+            is_live = owner.offer is not None and owner.offer[0] is not OfferState.CLOSING
+            if write and write[0] == "Armed" and not is_live:
+                # What it was to write is not computed any more.
+                stopped, _ = self.tell(node.take(write), ("stopped", attempt))
+                ended, _ = self.tell(stopped, ("end", attempt, False, "released"))
+                yield Step(f"owner gives {attempt} up", ended.send(("Stopped", attempt)))
+            elif write and attempt not in dict(owner.transfers):
                 stopped, _ = self.tell(node.take(write), ("stopped", attempt))
                 yield Step(f"owner stops writing for {attempt}", stopped.send(("Stopped", attempt)))
         if node.faults and node.epoch == 0:
-            yield Step("owner crashes", node._replace(owner=None, faults=node.faults - 1), is_fault=True)
+            left = tuple(each for each in node.bag if each[0] != "Armed")
+            crashed = node._replace(owner=None, bag=left, faults=node.faults - 1)
+            yield Step("owner crashes", crashed, is_fault=True)
 
     def deliver(self, node: Node, message: tuple[Any, ...]) -> Node:
         """What a message does to a running owner."""
@@ -89,7 +98,10 @@ class OwnerSide:
                 begun, answer = self.tell(node, ("begin", attempt))
                 if answer in ("new", "again"):
                     begun = begun.send(("Begun", attempt, self.word(node)))
-                    return begun.send(("Write", attempt, life)) if self.rules.pushes and answer == "new" else begun
+                    if not self.rules.pushes or answer != "new":
+                        return begun
+                    is_computed = node.content == MINE or self.rules.writes_early
+                    return begun.send(("Write" if is_computed else "Armed", attempt, life))
                 return begun.send(("Refused", attempt))
             case ("End", attempt, committed, reason):
                 ended, is_writing = self.tell(node, ("end", attempt, committed, reason))
@@ -267,3 +279,11 @@ class OwnerSide:
             past_offers=tuple(table._past_offers.items()),
             past_transfers=tuple(sorted(table._past_transfers.items())),
         )
+
+
+def _written_now(node: Node) -> Node:
+    """The block is computed: what waited for that is written from now on."""
+    for message in node.bag:
+        if message[0] == "Armed":
+            node = node.take(message).send(("Write", *message[1:]))
+    return node

@@ -21,6 +21,9 @@ class ProxySide:
         proxy = node.proxy
         if proxy.at in ENDS:
             return
+        if self.rules.early and proxy.at is At.PREFILL and not proxy.leg:
+            expected = node._replace(proxy=proxy._replace(leg=1, on="A"))
+            yield Step("proxy tells A what to expect", expected.send(("Leg", "A", 1, proxy.epoch)))
         if proxy.at is At.HOLDING and proxy.leg < self.rules.legs:
             leg, are_alike = proxy.leg + 1, node.a == node.b
             for name in "A" if are_alike else "AB":
@@ -42,6 +45,17 @@ class ProxySide:
         """What a message to it does."""
         proxy = node.proxy
         match message:
+            case ("Ticket", epoch) if proxy.at is At.PREFILL and proxy.early == "committed":
+                return self._let_go(node._replace(proxy=Proxy(at=At.DONE)), Proxy(live=True, epoch=epoch))
+            case ("Ticket", epoch) if proxy.at is At.PREFILL and proxy.early == "failed":
+                held = proxy._replace(at=At.DECODE, live=True, epoch=epoch, early="")
+                return self._leg_failed(node._replace(proxy=held), proxy.leg)
+            case ("Ticket", epoch) if proxy.at is At.PREFILL and proxy.leg:
+                return node._replace(proxy=proxy._replace(at=At.DECODE, live=True, epoch=epoch))
+            case ("Committed", leg) if proxy.at is At.PREFILL and proxy.leg == leg:
+                return node._replace(proxy=proxy._replace(early="committed"))
+            case ("LegFailed", leg) if proxy.at is At.PREFILL and proxy.leg == leg:
+                return node._replace(proxy=proxy._replace(early="failed", on=""))
             case ("Ticket", epoch) if proxy.at is At.PREFILL:
                 return node._replace(proxy=proxy._replace(at=At.HOLDING, live=True, epoch=epoch))
             case ("Ticket", epoch) if proxy.at is not At.CRASHED:
@@ -58,7 +72,7 @@ class ProxySide:
         left = node._replace(proxy=Proxy(at=at))
         if proxy.at is At.PREFILL:
             left = left.send(("AbortPrefill", 0))
-        if proxy.at is At.DECODE:
+        if proxy.at is At.DECODE or (proxy.at is At.PREFILL and proxy.on):
             left = left.send(("AbortLeg", proxy.on, proxy.leg))
         return self._let_go(left, proxy) if at is At.GONE else left
 

@@ -50,6 +50,10 @@ class Rules:
 
     pushes: bool = False
     """The owner writes into the consumer's block, rather than the consumer reading the owner's."""
+    early: bool = False
+    """A decode is told to expect the push while prefill computes, and begins on the open offer."""
+    writes_early: bool = False
+    """The owner writes at the begin, whether the block is computed or not."""
     stock: bool = False
     """A stock router: it neither renews nor releases, and the first commit ends the offer."""
     faults: int = 1
@@ -95,6 +99,8 @@ class Proxy(NamedTuple):
     live: bool = False
     """It holds the offer and has not heard that it is over."""
     epoch: int = 0
+    early: str = ""
+    """What has become of the leg before the ticket came: committed or failed."""
 
 
 class Consumer(NamedTuple):
@@ -143,7 +149,7 @@ class Node(NamedTuple):
 
 TO_OWNER = frozenset({"Begin", "End", "Release", "AbortPrefill", "Written", "WriteFailed"})
 TO_PROXY = frozenset({"Ticket", "Committed", "LegFailed"})
-RELIABLE = frozenset({"Write", "Written", "WriteFailed"})
+RELIABLE = frozenset({"Armed", "Write", "Written", "WriteFailed"})
 """A transport's own doings: it knows what became of them."""
 REPEATABLE = frozenset({"Begin", "End"})
 ENDS = frozenset({At.DONE, At.GONE, At.CRASHED})
@@ -161,7 +167,8 @@ def _is_heeded(node: Node, message: tuple[Any, ...]) -> bool:
         case ("Ticket", _):
             return proxy.at is not At.CRASHED
         case ("Committed" | "LegFailed", leg):
-            return proxy.at is At.DECODE and proxy.leg == leg
+            is_expected = proxy.at is At.PREFILL and not proxy.early
+            return (proxy.at is At.DECODE or is_expected) and proxy.leg == leg
         case ("Begun" | "Refused" | "Ended" | "Pushed" | "Stopped", attempt, *_):
             return node.consumer(attempt[0]).attempt == attempt
         case ("Release" | "AbortPrefill", epoch):
@@ -172,8 +179,8 @@ def _is_heeded(node: Node, message: tuple[Any, ...]) -> bool:
 
 
 def write_of(node: Node, attempt: str) -> tuple[Any, ...]:
-    """The write under way for a transfer; empty when there is none."""
-    return next((each for each in node.bag if each[0] == "Write" and each[1] == attempt), ())
+    """The write under way for a transfer, or the one that waits for the block to be computed; empty when there is none."""
+    return next((each for each in node.bag if each[0] in ("Write", "Armed") and each[1] == attempt), ())
 
 
 def leg_of(attempt: str) -> int:

@@ -93,6 +93,8 @@ class HandoffWorld:
 
     def _deliver(self, node: Node, message: tuple[Any, ...]) -> Node | None:
         """What a message does; None while it has to wait."""
+        if message[0] == "Armed":
+            return None
         if message[0] in TO_OWNER:
             return node if node.owner is None else self._owner.deliver(node, message)
         if message[0] in TO_PROXY:

@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,17 @@ from typing import Any
 
 import numpy as np
 
-from pdmesh.connector.base import PeerPool, Publication, Published, Pull, PullResult, ReadInPlace, WorkerConnector
+from pdmesh.connector.base import (
+    PeerPool,
+    Publication,
+    Published,
+    Pull,
+    PullResult,
+    Push,
+    PushConnector,
+    ReadInPlace,
+    WorkerConnector,
+)
 from pdmesh.connector.options import connector_options
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
@@ -192,6 +203,30 @@ class _Server:
                 return "" if isinstance(connector, ReadInPlace) else self._published.get(timeout=10).error
             case "retract":
                 self.connectors[message["connector"]].retract(message["offer_id"])
+            case "words":
+                # As this process sees them now: of each block the smallest and the largest.
+                words = self.pool.blocks[message["block_ids"]].view(np.uint64)
+                return [[int(block.min()), int(block.max())] for block in words]
+            case "push":
+                # Whatever comes of them: each writes the same blocks.
+                connector = self.connectors[message["connector"]]
+                assert isinstance(connector, PushConnector)
+                for number in range(message["num_times"]):
+                    connector.push(
+                        Push(
+                            transfer_id=f"push-{number}",
+                            peer_id=message["peer_id"],
+                            source_block_ids=message["block_ids"],
+                            target_block_ids=message["block_ids"],
+                            deadline_s=10.0,
+                        )
+                    )
+            case "shut_out":
+                connector = self.connectors[message["connector"]]
+                assert isinstance(connector, PushConnector)
+                done = threading.Event()
+                connector.shut_out(done.set)
+                return done.wait(message["timeout_s"])
             case "metadata":
                 changed = dict(self._changed)
                 return {name: value.hex() for name, value in changed.items()}

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from pdmesh.connector.active import PullEnd
+from pdmesh.connector.owner import refuse_push
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
@@ -211,6 +212,10 @@ class TierPeer(mesh_pb2_grpc.KVPeerServicer):
                 yield chunk
                 # Copies of megabytes: let others have the loop between them.
                 await asyncio.sleep(0)
+
+    async def Push(self, request: pb.PushRequest, context: Context) -> None:  # type: ignore[override]
+        """Refuse: what is in an arena is there to be read."""
+        await refuse_push("", context)
 
 
 def _patience_s(context: Context) -> float:

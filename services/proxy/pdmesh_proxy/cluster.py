@@ -283,6 +283,7 @@ def _engine_view(endpoint: Endpoint, session: EngineSession) -> EngineView:
         draining=load.draining or session.closing,
         resting=endpoint.resting,
         num_sequences=max(session.num_sequences, load.num_running + load.num_waiting),
+        max_step_tokens=info.max_num_batched_tokens,
         waiting_tokens=max(session.waiting_tokens, load.num_waiting_tokens),
         kv_usage=load.kv_usage,
         last_used=endpoint.last_used,

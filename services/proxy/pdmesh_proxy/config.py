@@ -29,6 +29,9 @@ class ProxyConfig(ServiceConfig, HttpConfig):
     """The same while no request comes and every engine is connected; the next request has them looked at at once."""
     pd_min_prompt_tokens: int = Field(default=32, ge=0)
     """A request goes to decode alone when decode would have to compute fewer prompt tokens than this itself; 0: never."""
+    push_min_chunks: int = Field(default=2, ge=1, le=1 << 20)
+    """Between engines with kv_transfer_mode push: a prompt is pushed while it is computed when that takes at least this many
+    steps of prefill (its max_num_batched_tokens each); shorter ones are pulled."""
     max_concurrent_requests: int = Field(default=1024, ge=1, le=1 << 20)
     """Most requests in flight; one more is a 503 with Retry-After. A batch of prompts counts once per prompt."""
     request_buffer_tokens: int = Field(default=4096, ge=16, le=1 << 20)

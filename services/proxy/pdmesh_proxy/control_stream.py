@@ -42,6 +42,7 @@ class ControlStream:
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._on_change, self._on_beat, self._is_idle = on_change, on_beat, is_idle
         self._aborts: list[pb.AbortChoice] = []
+        self._withdrawn: list[str] = []
         self._wake = asyncio.Event()
         self._drains = asyncio.Event()
         self._unanswered_since_s: float | None = None
@@ -49,6 +50,11 @@ class ControlStream:
     def abort(self, request_id: str, choice: int) -> None:
         """Stop a choice, or with ALL_CHOICES a request."""
         self._aborts.append(pb.AbortChoice(request_id=request_id, choice=choice))
+        self.wake()
+
+    def withdraw(self, offer_id: str) -> None:
+        """Expect a push no longer."""
+        self._withdrawn.append(offer_id)
         self.wake()
 
     def wake(self) -> None:
@@ -102,7 +108,9 @@ class ControlStream:
     def _next_message(self, ping: int) -> pb.ControlUp:
         aborts, self._aborts = self._aborts, []
         self._offers.release_kept(overdue_only=True)
+        withdrawn, self._withdrawn = self._withdrawn, []
         return pb.ControlUp(
+            withdraw_expectations=withdrawn,
             aborts=aborts,
             renew_offers=self._offers.held if ping else (),
             release_offers=self._offers.take_released(),

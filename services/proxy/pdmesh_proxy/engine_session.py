@@ -21,6 +21,7 @@ from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.exchange import names_from_pb
 from pdmesh.protocol.mesh_pb2_grpc import EngineStub
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
+from pdmesh.protocol.pushes import Expectation, expectation_to_pb
 from pdmesh.protocol.ticket import unseal
 from pdmesh.protocol.version import agree
 from pdmesh.protocol.wire import delta_from_pb, request_to_pb
@@ -95,6 +96,7 @@ class EngineSession:
         self._settings, self._offers, self._secret, self._metrics = settings, offers, secret, metrics
         self._legs: dict[str, Leg] = {}
         self._submits: list[GenerateRequest] = []
+        self._expectations: list[Expectation] = []
         self._submit_wake = asyncio.Event()
         self._on_change = on_change
         self._last_token_s = 0.0
@@ -129,6 +131,19 @@ class EngineSession:
         self._submits.append(request)
         self._submit_wake.set()
         return leg
+
+    def expect(self, expectation: Expectation) -> None:
+        """Tell the engine to expect a push; never blocks. Raises PeerUnavailable when the session has broken."""
+        if self.broken:
+            raise PeerUnavailable(f"engine {self.info.engine_id} at {self.address} is gone")
+        self._expectations.append(expectation)
+        self._submit_wake.set()
+
+    def withdraw(self, offer_id: str) -> None:
+        """Tell the engine to expect a push no longer. With a broken session all that it was told is over."""
+        self._expectations = [each for each in self._expectations if each.offer_id != offer_id]
+        if not self.broken:
+            self.control.withdraw(offer_id)
 
     async def run(self) -> None:
         """Pump both streams until one breaks. Raises MeshError with the cause; all legs have been told by then."""
@@ -195,9 +210,17 @@ class EngineSession:
         while True:
             await self._submit_wake.wait()
             self._submit_wake.clear()
-            while requests := self._take_submits():
+            while frame := self._next_frame():
                 with translated(self.address):
-                    await self._data.write(pb.SubmitFrame(requests=map(request_to_pb, requests)))
+                    await self._data.write(frame)
+
+    def _next_frame(self) -> pb.SubmitFrame | None:
+        """What there is to send, in frames of bounded size; None when there is nothing."""
+        if self._expectations:
+            # One to a frame: each is as long as its prompt.
+            return pb.SubmitFrame(expectations=[expectation_to_pb(self._expectations.pop(0))])
+        requests = self._take_submits()
+        return pb.SubmitFrame(requests=map(request_to_pb, requests)) if requests else None
 
     def _take_submits(self) -> list[GenerateRequest]:
         """The next frame's requests, less those that have ended meanwhile."""

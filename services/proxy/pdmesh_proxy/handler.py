@@ -31,6 +31,7 @@ from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.metrics import ProxyMetrics
 from pdmesh_proxy.offers import HeldOffer
 from pdmesh_proxy.prefix_index import PrefixIndex
+from pdmesh_proxy.pushes import HeldExpectation, expect, pays
 from pdmesh_proxy.router import DEGRADED, Decision, Reason, has_help, route
 from pdmesh_proxy.running import Fallback, LegKind, RunningRequest
 from pdmesh_proxy.stream import Leg
@@ -162,6 +163,7 @@ class MeshGenerator(Generator):
         if decision.prefill is not None:
             run.disaggregating = decision.reason in (Reason.DISAGGREGATED, Reason.PREEMPTED)
             run.kv_settled = False
+            run.expect(self._expectation(run, decision))
             return LegKind.PREFILL, decision.prefill
         assert decision.decode is not None
         if decision.reason is Reason.HANDOFF:
@@ -169,6 +171,17 @@ class MeshGenerator(Generator):
         self._count_fallback(run, decision.reason)
         run.release_offer()
         return LegKind.WHOLE, decision.decode
+
+    def _expectation(self, run: RunningRequest, decision: Decision) -> HeldExpectation | None:
+        """Have the prompt pushed to decode while prefill computes it, where that pays."""
+        if not pays(run.facts(), decision, min_chunks=self._config.push_min_chunks) or decision.decode is None:
+            return None
+        try:
+            _, session = self._cluster.session(decision.decode)
+        except PeerUnavailable:
+            return None
+        request = run.request
+        return expect(session, decision, request.token_ids, cache_salt=request.cache_salt, remaining_s=run.remaining_s)
 
     def _count_fallback(self, run: RunningRequest, reason: Reason) -> None:
         if reason in DEGRADED:

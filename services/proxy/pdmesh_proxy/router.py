@@ -92,6 +92,8 @@ class RequestFacts:
     """Of that model, whatever the dtype; empty when it is not known."""
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     """peer_id -> leading prompt tokens it probably holds."""
+    pushed_to: str = ""
+    """Process (`peer_id`) into whose cache the prompt's KV has been pushed."""
     excluded: frozenset[str] = frozenset()
     """session_ids on which this request has failed."""
 
@@ -183,6 +185,7 @@ def _go_on(
     owner = view.by_peer(facts.offer_owner) if facts.offer_owner else None
     takers = [engine for engine in decodes if owner is not None and compatible(owner, engine)]
     if owner is not None and takers:
+        takers = [engine for engine in takers if engine.peer_id == facts.pushed_to and not engine.resting] or takers
         return Decision(prefill=None, decode=_taker(facts, owner, _awake(takers)), reason=Reason.HANDOFF)
     if facts.wants_prefill and (helpful := _helpful(facts, prefills, decodes)):
         return _pair(facts, helpful, decodes, Reason.PREEMPTED)

@@ -16,6 +16,7 @@ from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
 from pdmesh_proxy.endpoint import Endpoint
 from pdmesh_proxy.metrics import ProxyMetrics, Stage
 from pdmesh_proxy.offers import HeldOffer
+from pdmesh_proxy.pushes import HeldExpectation
 from pdmesh_proxy.router import RequestFacts
 from pdmesh_proxy.stream import Leg
 from pdmesh_proxy.view import EngineView
@@ -106,6 +107,8 @@ class RunningRequest:
         self.cached_on: dict[str, int] = {}
         self.current: CurrentLeg | None = None
         self.offer: HeldOffer | None = None
+        self.expectation: HeldExpectation | None = None
+        """What a decode was told to expect of the prefill leg; it stays the decode of choice after that."""
         self._offer_endpoint: Endpoint | None = None
         self._metrics = metrics
         self._prompt_logprobs_sent = False
@@ -124,6 +127,11 @@ class RunningRequest:
         """Whether the client may have seen something, so that no engine starts from nothing any more."""
         return self.prefilled or any(self.emitted)
 
+    @property
+    def remaining_s(self) -> float:
+        """Of its deadline."""
+        return self.deadline - self._loop.time()
+
     def facts(self) -> RequestFacts:
         """What the router decides on."""
         sampling = self.request.sampling
@@ -140,6 +148,7 @@ class RunningRequest:
             weights_fingerprint=self.weights_fingerprint,
             cached_tokens=self.cached_on,
             excluded=frozenset(self.excluded),
+            pushed_to=self.expectation.peer_id if self.expectation is not None else "",
         )
 
     @property
@@ -165,8 +174,9 @@ class RunningRequest:
             ticket=self.offer.ticket if kind is LegKind.DECODE and self.offer is not None else b"",
             cache_salt=self.request.cache_salt,
             priority=self.request.priority,
-            deadline_s=self.deadline - self._loop.time(),
+            deadline_s=self.remaining_s,
             hand_back=has_help and kind is not LegKind.PREFILL and self.may_be_handed_back,
+            offer_id=self.expectation.offer_id if kind is LegKind.PREFILL and self.expectation is not None else "",
         )
 
     def begin(self, kind: LegKind, engine: EngineView, endpoint: Endpoint, leg: Leg) -> None:
@@ -223,11 +233,19 @@ class RunningRequest:
 
     def _keep_offer(self) -> None:
         """Decode has the KV: keep it where it came from too while that costs nobody anything, else give it back."""
+        self.expect(None)
         if self.offer is None or self._offer_endpoint is None or not self._offer_endpoint.keep(self.offer):
             self.release_offer()
 
+    def expect(self, expectation: HeldExpectation | None) -> None:
+        """Own an expectation, in the place of the one before."""
+        before, self.expectation = self.expectation, expectation
+        if before is not None:
+            before.withdraw()
+
     def release_offer(self) -> None:
-        """Give the offer back, if there is one."""
+        """Give the offer back, if there is one, and what was expected of it."""
+        self.expect(None)
         if self.offer is not None and self._offer_endpoint is not None:
             self._offer_endpoint.release(self.offer)
         self.offer = self._offer_endpoint = None

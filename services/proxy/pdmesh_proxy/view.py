@@ -32,6 +32,8 @@ class EngineView:
     """Failed several requests in a row: used where no other of its kind can be."""
     num_sequences: int = 0
     """Running and waiting, as far as engine and proxy know."""
+    max_step_tokens: int = 0
+    """Most prompt tokens that one of its steps computes; 0: not told."""
     waiting_tokens: int = 0
     """Prompt tokens that must be computed before a new request's turn."""
     kv_usage: float = 0.0

@@ -75,6 +75,15 @@ def _check_kv(config: "EngineConfig") -> None:
             "connector file needs an engine-id that stays the same: what a start of this engine leaves behind when it is killed "
             "is removed by its next start"
         )
+    if config.kv_transfer_mode == "push" and "nixl" not in config.connector:
+        raise ValueError(
+            f"kv-transfer-mode push needs connector nixl; connector is {','.join(config.connector)}: name nixl there, or "
+            "pull"
+        )
+    if config.kv_transfer_mode == "push" and not config.enable_prefix_caching:
+        raise ValueError(
+            "kv-transfer-mode push goes into the prefix cache: it has no use with no-enable-prefix-caching"
+        )
     if config.enable_prefix_caching:
         return
     if config.prefix_caching_hash_algo != DEFAULT_HASH_ALGO:

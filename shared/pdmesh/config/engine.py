@@ -105,6 +105,9 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """kv_producer fetches no KV of other engines, kv_consumer offers them none. The kvcache service serves all."""
     kv_transfer_config: str = ""
     """vLLM's JSON, such as {"kv_connector": "NixlConnector", "kv_role": "kv_both"}: its keys become the settings here."""
+    kv_transfer_mode: Literal["pull", "push"] = "pull"
+    """push: between engines that both say so, full blocks of long prompts go into decode's prefix cache while prefill still
+    computes (connector nixl; see the proxy's push_min_chunks); decode pulls what is left. pull: decode pulls all of it."""
     connector: list[ConnectorName] = Field(default=["shm", "grpc"])
     """Ways to exchange KV, in order of preference, comma-separated; the first that both sides can is used."""
     kv_checksums: bool = True

@@ -9,7 +9,7 @@ import threading
 import time
 from enum import StrEnum
 
-from pdmesh.connector.base import Pull, PullResult
+from pdmesh.connector.base import Pull, PullResult, Push
 from pdmesh.connector.pool import PoolShape
 
 FENCE_GRACE_S = 1.0
@@ -33,9 +33,9 @@ def error_reason(text: object) -> str:
 
 
 class ActivePull:
-    """One pull under way. The flags may be set by any thread; the connector's thread looks at them between copies."""
+    """One pull, or write of a push, under way. Any thread may set the flags; the connector's looks at them between copies."""
 
-    def __init__(self, pull: Pull) -> None:
+    def __init__(self, pull: Pull | Push) -> None:
         self.pull = pull
         self.started_s = time.monotonic()
         self.deadline_s = self.started_s + pull.deadline_s
@@ -44,6 +44,16 @@ class ActivePull:
         self._cancelled = False
         self._peer_lost = False
         self._interrupted = threading.Event()
+
+    @property
+    def generations(self) -> list[int]:
+        """What the source blocks of a pull must have."""
+        return self.pull.generations if isinstance(self.pull, Pull) else []
+
+    @property
+    def checksums(self) -> list[int]:
+        """What the source blocks of a pull must sum to; empty: not checked."""
+        return self.pull.checksums if isinstance(self.pull, Pull) else []
 
     @property
     def cancelled(self) -> bool:
@@ -94,7 +104,7 @@ class ActivePulls:
     def __len__(self) -> int:
         return len(self._active)
 
-    def add(self, pull: Pull) -> ActivePull:
+    def add(self, pull: Pull | Push) -> ActivePull:
         """Take a pull in. Raises ValueError when its transfer id is under way already."""
         active = ActivePull(pull)
         with self._lock:
@@ -117,8 +127,9 @@ class ActivePulls:
         with self._lock:
             return list(self._active.values())
 
-    def finish(self, transfer_id: str, reason: str, num_bytes: int = 0) -> bool:
-        """End a pull; False when it had ended before. Call only when nothing writes to its target blocks any more."""
+    def finish(self, transfer_id: str, reason: str, num_bytes: int = 0, *, may_write: bool = False) -> bool:
+        """End a pull; False when it had ended before. Call only when nothing writes to its target blocks any more, or of a push
+        with `may_write`."""
         with self._lock:
             active = self._active.pop(transfer_id, None)
             if active is None:
@@ -129,6 +140,7 @@ class ActivePulls:
                     reason=reason,
                     num_bytes=num_bytes,
                     duration_s=time.monotonic() - active.started_s,
+                    may_write=may_write,
                 )
             )
             if self._wake_fd >= 0:
@@ -156,10 +168,12 @@ class ActivePulls:
             os.close(fd)
 
 
-def fault_of(pull: Pull, source: PoolShape, target: PoolShape) -> str:
-    """Say what is wrong with a pull's block lists; empty when nothing is."""
+def fault_of(pull: Pull | Push, source: PoolShape, target: PoolShape) -> str:
+    """Say what is wrong with the block lists of a pull or push; empty when nothing is."""
     num = len(pull.source_block_ids)
-    if len(pull.target_block_ids) != num or len(pull.generations) != num or len(pull.checksums) not in (0, num):
+    if len(pull.target_block_ids) != num:
+        return error_reason("block lists differ in length")
+    if isinstance(pull, Pull) and (len(pull.generations) != num or len(pull.checksums) not in (0, num)):
         return error_reason("block lists differ in length")
     if source.block_bytes != target.block_bytes:
         return error_reason(f"blocks of {source.block_bytes} bytes do not fit in those of {target.block_bytes}")

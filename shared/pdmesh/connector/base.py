@@ -90,13 +90,30 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """One write of blocks of the own pool, of one group or several, into blocks of a connected peer's."""
+
+    transfer_id: str
+    """Of this write; a push of a prompt is many."""
+    peer_id: str
+    source_block_ids: list[int]
+    target_block_ids: list[int]
+    deadline_s: float
+    """Seconds from its start after which it is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PullResult:
+    """How a pull, or a write of a push, ended."""
+
     transfer_id: str
     reason: str
     """Empty: every block arrived and every generation matched. Else stale, corrupt, timeout, peer_lost, cancelled,
     or error:<text>; then the target blocks hold garbage and must not be read."""
     num_bytes: int
     duration_s: float
+    may_write: bool = False
+    """Of a write: bytes of it may be on their way, so that only who owns the target blocks can make sure of them."""
 
 
 class SchedulerConnector(ABC, Generic[OwnerT, LoadT]):
@@ -221,3 +238,22 @@ class ReadInPlace(WorkerConnector):
 
     def retract(self, offer_id: str) -> None:
         """Nothing was done."""
+
+
+class PushConnector(WorkerConnector):
+    """A worker's half that can also write into the pools of peers, and shut out who writes into its own.
+
+    `shm` is none: a consumer on the same host pulls with the one copy that a push would take.
+    """
+
+    @abstractmethod
+    def push(self, push: Push) -> None:
+        """Begin to write; never blocks. The outcome comes from `poll`, as a pull's does: without a reason when all the bytes are
+        in the peer's memory, and in any case only when nothing is read from the source blocks any more. `cancel` stops
+        it."""
+
+    @abstractmethod
+    def shut_out(self, on_done: Callable[[], None]) -> None:
+        """End all that peers write into the pool, whatever they do or fail to do, and call `on_done`, from some thread, when
+        no write that was begun before this call can reach it any more. Pulls under way fail with it, and the metadata
+        changes. Never blocks."""

@@ -134,11 +134,11 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
                 if reason := active.interruption():
                     return reason
                 num = len(chunk.generations)
-                if list(chunk.generations) != pull.generations[done : done + num]:
+                if list(chunk.generations) != active.generations[done : done + num]:
                     return PullEnd.STALE
                 blocks = np.frombuffer(chunk.data, dtype=np.uint8).reshape(num, peer.shape.block_bytes)
                 sums = copy_blocks(target.blocks, pull.target_block_ids[done : done + num], blocks, range(num))
-                if pull.checksums and sums.tolist() != pull.checksums[done : done + num]:
+                if active.checksums and sums.tolist() != active.checksums[done : done + num]:
                     return PullEnd.CORRUPT
                 done += num
         return "" if done == len(pull.source_block_ids) else error_reason("the owner sent fewer blocks than asked")

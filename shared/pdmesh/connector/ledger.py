@@ -62,6 +62,7 @@ class Ledger(SchedulerConnector[OwnerT, Load[OwnerT]]):
     def __init__(self) -> None:
         self._loads: dict[str, Load[OwnerT]] = {}
         self._offers: dict[str, BlockLists] = {}
+        self._pushed: dict[str, BlockLists] = {}
 
     @property
     def num_loads(self) -> int:
@@ -98,9 +99,28 @@ class Ledger(SchedulerConnector[OwnerT, Load[OwnerT]]):
         """Hand the references back; None when the offer is not held."""
         return self._offers.pop(offer_id, None)
 
+    def offered(self, offer_id: str) -> BlockLists | None:
+        """Return the blocks of a sealed offer; they stay held."""
+        return self._offers.get(offer_id)
+
+    def keep_pushed(self, key: str, blocks: BlockLists) -> None:
+        """Take over the caller's references to what a push, under this key, reads here or writes here; what is held under the
+        key already is added to."""
+        held = self._pushed.setdefault(key, [[] for _ in blocks])
+        for table, more in zip(held, blocks, strict=True):
+            table += more
+
+    def drop_pushed(self, key: str) -> BlockLists:
+        """Hand the references under a key back."""
+        return self._pushed.pop(key, [])
+
     def holders(self) -> list[BlockLists]:
         """Return every block list that this table keeps referenced."""
-        return [*self._offers.values(), *(load.quarantined for load in self._loads.values() if load.quarantined)]
+        return [
+            *self._offers.values(),
+            *self._pushed.values(),
+            *(load.quarantined for load in self._loads.values() if load.quarantined),
+        ]
 
 
 def plan_pull(source: KVSource, *, firsts: list[int], block_size: int) -> PullPlan | None:

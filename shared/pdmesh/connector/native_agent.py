@@ -67,6 +67,15 @@ class NativeAgent(ABC):
         """Free a handle. Raises when the copy runs and cannot be stopped; then nothing has changed."""
 
 
+class WritingAgent(NativeAgent):
+    """An agent that can also write into the registered memory of others."""
+
+    @abstractmethod
+    def write(self, local: Ranges, remote: Ranges, peer: str) -> int:
+        """Begin to copy local ranges into remote ones, in pairs of one length; returns a handle. DONE means that all bytes are in
+        the peer's memory, FAILED only that this side reads no more of them: some may be on their way."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
     """What an engine must know of a native transport without importing its library."""

@@ -22,6 +22,8 @@ from concurrent.futures import Future
 import msgspec
 
 from pdmesh.connector.active import ActivePulls, error_reason
+from pdmesh.connector.base import Push
+from pdmesh.connector.grave import Grave
 from pdmesh.connector.native_agent import Transport
 from pdmesh.connector.native_messages import (
     AgentConnected,
@@ -48,6 +50,8 @@ READY_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 4.5
 BACKOFF_MIN_S = 0.2
 BACKOFF_MAX_S = 10.0
+# A write of another process into a dead one's memory is a copy that is under way.
+BURIAL_TIMEOUT_S = 10.0
 # A helper that lived this long starts the next one without waiting longer than the minimum.
 STABLE_S = 10.0
 
@@ -80,6 +84,10 @@ class NativeHelper:
         self._connected: dict[str, ConnectAgent] = {}
         """Peers to connect again when the process has to be started anew: their side of it still stands."""
         self._on_restarted: Callable[[HelperReady], None] | None = None
+        self._graves: list[Grave] = []
+        """Of processes into whose memory somebody may still write; the last is that of the one that lives."""
+        self._shutting_out: list[Callable[[], None]] = []
+        """Who waits for that to be over."""
         self._closing = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # The process dies with the thread that starts it, so that thread lives as long as this object.
@@ -121,6 +129,13 @@ class NativeHelper:
         self._connected.pop(peer_id, None)
         self.send(DisconnectAgent(peer_id=peer_id))
 
+    def shut_out(self, on_done: Callable[[], None]) -> None:
+        """Replace the process, so that nobody can write into the pool by what is known of this one; `on_done` is called, in the
+        helper's thread, when it is so. Never blocks."""
+        with self._lock:
+            self._shutting_out.append(on_done)
+        self.wake()
+
     def wake(self) -> None:
         """Make the thread look at the outbox and at the pulls' fences."""
         os.eventfd_write(self._wake_fd, 1)
@@ -143,6 +158,7 @@ class NativeHelper:
                 log.exception("the %s helper process cannot be run", self._transport.title)
                 why = str(exc)
             self._fail_all(why)
+            self._bury()
             if self._closing or not self._ready.done() or self._ready.exception() is not None:
                 break
             backoff_s = BACKOFF_MIN_S if time.monotonic() - started_s > STABLE_S else min(2 * backoff_s, BACKOFF_MAX_S)
@@ -152,13 +168,31 @@ class NativeHelper:
             self._sleep(backoff_s)
         if not self._ready.done():
             self._ready.set_exception(RuntimeError("closed before it was ready"))
+        for grave in self._graves:
+            grave.close()
+
+    def _bury(self) -> None:
+        """See that nobody writes into the memory of dead processes any more, and tell those who wait for that."""
+        for grave in list(self._graves):
+            if grave.is_closed(0.0 if self._closing else BURIAL_TIMEOUT_S):
+                grave.close()
+                self._graves.remove(grave)
+        if self._graves:
+            if not self._closing:
+                log.error("a peer does not end a write into the memory of a dead %s helper", self._transport.title)
+            return
+        with self._lock:
+            waiting, self._shutting_out = self._shutting_out, []
+        for on_done in waiting:
+            on_done()
 
     def _live(self) -> str:
         """Run one process from start to end; says why it ended. It is dead when this returns."""
         ours, theirs = socket.socketpair()
         with ours, contextlib.ExitStack() as stack:
+            self._graves.append(grave := Grave())
             with theirs:
-                process = self._spawn(theirs)
+                process = self._spawn(theirs, grave)
             stack.callback(_kill, process)
             with self._lock:
                 # A life begins with its set-up and the peers of the one before, whatever was queued meanwhile.
@@ -168,9 +202,9 @@ class NativeHelper:
             _kill(process)
             return why
 
-    def _spawn(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
+    def _spawn(self, theirs: socket.socket, grave: Grave) -> "subprocess.Popen[bytes]":
         staging = self._pool.staging
-        descriptors = [theirs.fileno(), self._pool.fd, *([] if staging is None else [staging.fd])]
+        descriptors = [theirs.fileno(), grave.fd, self._pool.fd, *([] if staging is None else [staging.fd])]
         transport = self._transport
         environment = transport.environment | (transport.loopback_environment if self._on_loopback else {})
         return subprocess.Popen(
@@ -207,6 +241,8 @@ class NativeHelper:
                 with self._lock:
                     unsent += b"".join(self._outbox)
                     self._outbox.clear()
+                    if self._shutting_out:
+                        return "peers may have written through it after they should, so it was killed"
                 interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
                 selector.modify(connection, interest)
                 fence_s = min((active.fence_s for active in self._pulls.all()), default=None)
@@ -237,7 +273,7 @@ class NativeHelper:
         message = from_helper_decoder.decode(body)
         match message:
             case PullEnded():
-                self._pulls.finish(message.transfer_id, message.reason, message.num_bytes)
+                self._pulls.finish(message.transfer_id, message.reason, message.num_bytes, may_write=message.may_write)
             case AgentConnected():
                 self._answer(message.order, message.error)
             case HelperReady():
@@ -266,7 +302,7 @@ class NativeHelper:
             self._answer(order, f"the helper process is gone: {why}")
         for active in self._pulls.all():
             reason = active.interruption() or error_reason(f"the {self._transport.title} helper process is gone: {why}")
-            self._pulls.finish(active.pull.transfer_id, reason)
+            self._pulls.finish(active.pull.transfer_id, reason, may_write=isinstance(active.pull, Push))
         if not self._ready.done():
             self._ready.set_exception(RuntimeError(why))
 
@@ -278,6 +314,8 @@ class NativeHelper:
             while not self._closing and (left_s := end_s - time.monotonic()) > 0:
                 if selector.select(left_s):
                     os.eventfd_read(self._wake_fd)
+                    # There is no process now.
+                    self._bury()
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

@@ -41,7 +41,7 @@ class Memory:
         self.shape = shape
         self.pool = KVPool(pool_fd, shape, writable=True)
         self.pool.staging = staging
-        self.base = _address(self.pool.generations)
+        self.base = address_of(self.pool.generations)
         num_proof_bytes = (NUM_PROOF_SLOTS + 1) * PROOF_BYTES
         num_words = shape.num_blocks + (0 if staging is None else NUM_LANES * MAX_LANE_BLOCKS)
         self.scratch_bytes = num_words * WORD_BYTES + num_proof_bytes
@@ -58,24 +58,24 @@ class Memory:
     @property
     def staging_address(self) -> int:
         assert self.pool.staging is not None
-        return _address(self.pool.staging.bytes)
+        return address_of(self.pool.staging.bytes)
 
     def place(self, message: StartPull) -> "Place":
         """Return where a pull's blocks and words go."""
         if message.lane < 0:
             target = self.pool.target(None)
-            return Place(target, _address(target.blocks), 0)
+            return Place(target, address_of(target.blocks), 0)
         lane = Lane(message.lane, message.lane_block_bytes)
         target = self.pool.target(lane)
-        return Place(target, _address(target.blocks), self.shape.num_blocks + lane.first_word)
+        return Place(target, address_of(target.blocks), self.shape.num_blocks + lane.first_word)
 
     @property
     def scratch_address(self) -> int:
-        return _address(self.words)
+        return address_of(self.words)
 
     def proof_address(self, slot: int) -> int:
         """Address of a proof slot; -1 is the own proof."""
-        return _address(self.proofs[slot])
+        return address_of(self.proofs[slot])
 
 
 @dataclass(slots=True)
@@ -102,12 +102,12 @@ class _Stage(Enum):
     WORDS = "words"
 
 
-Read = Callable[[Ranges, Ranges, Peer], int]
-"""Begins a read of remote ranges into local ones and returns its handle."""
+Copy = Callable[[Ranges, Ranges, Peer], int]
+"""Begins a read of remote ranges (the second) into local ones, or a write the other way, and returns its handle."""
 
 
 class Job(Protocol):
-    """A read under way and what comes of it."""
+    """A copy under way and what comes of it."""
 
     peer: Peer
     handle: int | None
@@ -127,13 +127,13 @@ class Job(Protocol):
 class ProofJob:
     """The handshake: read a secret of the peer's memory, to know that it is reached and that it is the right one."""
 
-    def __init__(self, read: Read, memory: Memory, peer: Peer, slot: int) -> None:
+    def __init__(self, read: Copy, memory: Memory, peer: Peer, slot: int) -> None:
         self.peer = peer
         self.deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         self._received = memory.proofs[slot]
         self._received[:] = 0
-        local = _ranges([memory.proof_address(slot)], PROOF_BYTES)
-        remote = _ranges([peer.message.proof_address], PROOF_BYTES)
+        local = ranges([memory.proof_address(slot)], PROOF_BYTES)
+        remote = ranges([peer.message.proof_address], PROOF_BYTES)
         self.handle: int | None = read(local, remote, peer)
         self.due_s = 0.0
 
@@ -156,7 +156,7 @@ class ProofJob:
 class PullJob:
     """One pull: blocks, then words, then the comparison. The blocks that have arrived are summed while the next are read."""
 
-    def __init__(self, read: Read, memory: Memory, peer: Peer, message: StartPull, throttle: Throttle) -> None:
+    def __init__(self, read: Copy, memory: Memory, peer: Peer, message: StartPull, throttle: Throttle) -> None:
         self.peer = peer
         self.message = message
         self.reason = ""
@@ -234,7 +234,7 @@ class PullJob:
         sources = np.asarray(self.message.source_block_ids[piece], dtype=np.uint64)
         local = targets * np.uint64(block_bytes) + np.uint64(self._place.address)
         remote = sources * np.uint64(block_bytes) + np.uint64(peer.base + peer.header_bytes)
-        self.handle = self._read(_ranges(local, block_bytes), _ranges(remote, block_bytes), self.peer)
+        self.handle = self._read(ranges(local, block_bytes), ranges(remote, block_bytes), self.peer)
 
     @property
     def _words(self) -> NDArray[np.uint64]:
@@ -250,19 +250,21 @@ class PullJob:
         sources = np.asarray(self.message.source_block_ids, dtype=np.uint64)
         local = self._words * np.uint64(WORD_BYTES) + np.uint64(self._memory.scratch_address)
         remote = sources * np.uint64(WORD_BYTES) + np.uint64(self.peer.message.base)
-        self.handle = self._read(_ranges(local, WORD_BYTES), _ranges(remote, WORD_BYTES), self.peer)
+        self.handle = self._read(ranges(local, WORD_BYTES), ranges(remote, WORD_BYTES), self.peer)
 
     def _ended(self, reason: str) -> PullEnded:
         num_bytes = 0 if reason else len(self.message.source_block_ids) * self._place.target.shape.block_bytes
         return PullEnded(transfer_id=self.message.transfer_id, reason=reason, num_bytes=num_bytes)
 
 
-def _ranges(addresses: "NDArray[np.uint64] | list[int]", num_bytes: int) -> Ranges:
+def ranges(addresses: "NDArray[np.uint64] | list[int]", num_bytes: int) -> Ranges:
+    """Pieces of one length at these addresses."""
     ranges = np.zeros((len(addresses), 3), dtype=np.uint64)
     ranges[:, 0] = addresses
     ranges[:, 1] = num_bytes
     return ranges
 
 
-def _address(array: "NDArray[np.uint64] | NDArray[np.uint8]") -> int:
+def address_of(array: "NDArray[np.uint64] | NDArray[np.uint8]") -> int:
+    """Where an array is in this process."""
     return int(array.ctypes.data)

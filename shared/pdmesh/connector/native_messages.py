@@ -63,11 +63,22 @@ class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of a block there."""
 
 
+class StartPush(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Write own blocks into a peer's; answered by PullEnded."""
+
+    transfer_id: str
+    peer_id: str
+    source_block_ids: list[int]
+    target_block_ids: list[int]
+    deadline_s: float
+    """Seconds that are left."""
+
+
 class CancelPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transfer_id: str
 
 
-ToHelper = Setup | ConnectAgent | DisconnectAgent | StartPull | CancelPull
+ToHelper = Setup | ConnectAgent | DisconnectAgent | StartPull | StartPush | CancelPull
 
 # ---- helper -> engine ------------------------------------------------------------------------------
 
@@ -97,6 +108,8 @@ class PullEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transfer_id: str
     reason: str
     num_bytes: int
+    may_write: bool = False
+    """Of a write: bytes of it may still come to the peer's memory."""
 
 
 FromHelper = HelperReady | HelperFailed | AgentConnected | PullEnded

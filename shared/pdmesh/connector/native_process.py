@@ -1,11 +1,12 @@
 """A native helper process: an agent over the engine's pool, so that a crash in native code fails transfers and not the engine.
 
-Started tied to the engine (`pdmesh.parent`), with SOCKET_FD, POOL_FD and, if there is one, STAGING_FD as arguments. It sleeps
-on its socket, looks at its agent every fraction of a millisecond only while reads run, and ends with its parent. A read that was
-posted cannot be taken back: a cancelled pull ends when the agent says that its read has, and the engine kills this process when
-that takes too long.
+Started tied to the engine (`pdmesh.parent`), with SOCKET_FD, GRAVE_FD, POOL_FD and, if there is one, STAGING_FD as arguments.
+It sleeps on its socket, looks at its agent every fraction of a millisecond only while copies run, and ends with its parent. A
+copy that was posted cannot be taken back: a cancelled pull ends when the agent says that its read has, and the engine kills
+this process when that takes too long.
 """
 
+import mmap
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pdmesh.connector.active import PullEnd, error_reason
-from pdmesh.connector.native_agent import AgentSettings, CopyState, NativeAgent, Ranges, make_agent
+from pdmesh.connector.native_agent import AgentSettings, CopyState, NativeAgent, Ranges, WritingAgent, make_agent
 from pdmesh.connector.native_jobs import NUM_PROOF_SLOTS, Job, Memory, Peer, ProofJob, PullJob
 from pdmesh.connector.native_messages import (
     AgentConnected,
@@ -30,10 +31,12 @@ from pdmesh.connector.native_messages import (
     PullEnded,
     Setup,
     StartPull,
+    StartPush,
     ToHelper,
     frame,
     to_helper_decoder,
 )
+from pdmesh.connector.native_push_job import PushJob
 from pdmesh.connector.pool import PoolShape
 from pdmesh.connector.staging import StagingArea
 from pdmesh.connector.throttle import Throttle
@@ -75,11 +78,11 @@ class Helper:
                 return [*self._drop(message.peer_id), *self._connect(message)]
             case DisconnectAgent():
                 return self._drop(message.peer_id)
-            case StartPull():
+            case StartPull() | StartPush():
                 return self._start(message)
             case CancelPull():
                 for job in self._jobs:
-                    if isinstance(job, PullJob) and job.message.transfer_id == message.transfer_id:
+                    if isinstance(job, PullJob | PushJob) and job.message.transfer_id == message.transfer_id:
                         job.reason = job.reason or PullEnd.CANCELLED
         return []
 
@@ -96,6 +99,11 @@ class Helper:
     def _read(self, local: Ranges, remote: Ranges, peer: Peer) -> int:
         return self._agent.read(local, remote, peer.name)
 
+    def _write(self, local: Ranges, remote: Ranges, peer: Peer) -> int:
+        if not isinstance(self._agent, WritingAgent):
+            raise TypeError("this transport does not write")
+        return self._agent.write(local, remote, peer.name)
+
     def _connect(self, message: ConnectAgent) -> list[FromHelper]:
         try:
             peer = Peer(self._agent.add_peer(message.agent), message)
@@ -108,16 +116,21 @@ class Helper:
             return [AgentConnected(peer_id=message.peer_id, order=message.order, error=str(exc))]
         return []
 
-    def _start(self, message: StartPull) -> list[FromHelper]:
+    def _start(self, message: StartPull | StartPush) -> list[FromHelper]:
         peer = self._agents.get(message.peer_id)
         if peer is None:
             return [PullEnded(transfer_id=message.transfer_id, reason=PullEnd.PEER_LOST, num_bytes=0)]
         try:
-            self._jobs.append(PullJob(self._read, self._memory, peer, message, self._throttle))
+            self._jobs.append(self._job(peer, message))
         except Exception as exc:  # any of the library's classes
             ended = PullEnded(transfer_id=message.transfer_id, reason=error_reason(exc), num_bytes=0)
             return [ended, *self._drop(message.peer_id)]
         return []
+
+    def _job(self, peer: Peer, message: StartPull | StartPush) -> Job:
+        if isinstance(message, StartPush):
+            return PushJob(self._write, self._memory, peer, message, self._throttle)
+        return PullJob(self._read, self._memory, peer, message, self._throttle)
 
     def _advance(self, job: Job) -> list[FromHelper]:
         if job.handle is None:
@@ -164,7 +177,7 @@ class Helper:
             if self._is_stopped(job):
                 self._jobs.remove(job)
                 answers.append(job.on_lost())
-            elif isinstance(job, PullJob):
+            elif isinstance(job, PullJob | PushJob):
                 job.reason = job.reason or PullEnd.PEER_LOST
         self._close(peer)
         return answers
@@ -173,6 +186,9 @@ class Helper:
         """Free a job's handle if that can be; whether nothing that matters is written on its behalf from now on."""
         if job.handle is None:
             return True
+        if isinstance(job, PushJob) and self._agent.state(job.handle) is CopyState.RUNNING:
+            # Freeing it would not tell whether it goes on.
+            return False
         if _quietly(self._agent.release, job.handle) or self._agent.state(job.handle) is not CopyState.RUNNING:
             return True
         # A late proof lands in a slot that no handshake uses for long; a late pull would land in another request's block.
@@ -204,7 +220,10 @@ def _quietly(call: Callable[[ArgumentT], None], argument: ArgumentT) -> bool:
 
 def main() -> None:
     """Serve one engine until it closes the socket."""
-    socket_fd, *memory_fds = (int(argument) for argument in sys.argv[1:])
+    socket_fd, grave_fd, *memory_fds = (int(argument) for argument in sys.argv[1:])
+    # Mapped until this process is gone with all that anybody does to its memory (see `grave`).
+    _tombstone = mmap.mmap(grave_fd, mmap.PAGESIZE)
+    os.close(grave_fd)
     # The thread that sums shall not wait long for the one that reads, nor that one for it.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # Ctrl-C reaches the whole process group; the engine decides when this process ends.

@@ -1,7 +1,7 @@
-"""Connector `nixl`: pulls over NIXL and UCX (shared memory, TCP, RDMA), between hosts and pods as well."""
+"""Connector `nixl`: pulls and pushes over NIXL and UCX (shared memory, TCP, RDMA), between hosts and pods as well."""
 
-from pdmesh.connector.native import NativeConnector
 from pdmesh.connector.native_agent import Transport
+from pdmesh.connector.native_push import NativePushConnector
 from pdmesh.connector.nixl_agent import PACKAGES
 
 UCX_ENVIRONMENT = {
@@ -14,7 +14,7 @@ UCX_ENVIRONMENT = {
 UCX_LOOPBACK_ENVIRONMENT = {"UCX_NET_DEVICES": "lo"}
 
 
-class NixlConnector(NativeConnector):
+class NixlConnector(NativePushConnector):
     """Both ends of NIXL."""
 
     name = "nixl"

@@ -1,4 +1,4 @@
-"""The few NIXL calls that pulls need, over the bindings of the installed wheel. Used in the helper process only.
+"""The few NIXL calls that pulls and pushes need, over the bindings of the installed wheel. Used in the helper process only.
 
 The bindings and not NIXL's Python class, because that class fixes the progress thread's delay to zero, with which two idle
 agents were measured to take half a core each. With a delay the thread blocks on UCX's event descriptors, wakes when there
@@ -8,7 +8,7 @@ is traffic, and took no measurable CPU while 64 blocks of 720 KiB moved faster t
 import importlib
 from typing import Any
 
-from pdmesh.connector.native_agent import AgentSettings, CopyState, NativeAgent, Ranges
+from pdmesh.connector.native_agent import AgentSettings, CopyState, Ranges, WritingAgent
 
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 """Import names under which NIXL is published."""
@@ -17,8 +17,13 @@ BACKEND = "UCX"
 PROGRESS_DELAY_US = 2_000_000
 
 
-class NixlAgent(NativeAgent):
-    """One NIXL agent with the UCX backend. Handles are NIXL's own."""
+class NixlAgent(WritingAgent):
+    """One NIXL agent with the UCX backend. Handles are NIXL's own.
+
+    When a write is done its bytes are at the peer: NIXL's UCX plug-in flushes the endpoint behind the puts of a request and
+    counts that flush to the request (nixlUcxEngine::sendXferRange in src/plugins/ucx/ucx_backend.cpp), and UCX promises of
+    ucp_ep_flush_nbx that all operations before it are complete at both ends (its API reference, UCP endpoint).
+    """
 
     def __init__(self, settings: AgentSettings) -> None:
         self._bindings = _import_bindings()
@@ -49,9 +54,15 @@ class NixlAgent(NativeAgent):
             self._agent.invalidateRemoteMD(name)
 
     def read(self, local: Ranges, remote: Ranges, peer: str) -> int:
+        return self._post(self._bindings.NIXL_READ, local, remote, peer)
+
+    def write(self, local: Ranges, remote: Ranges, peer: str) -> int:
+        return self._post(self._bindings.NIXL_WRITE, local, remote, peer)
+
+    def _post(self, operation: Any, local: Ranges, remote: Ranges, peer: str) -> int:
         segment = self._bindings.DRAM_SEG
         handle = self._agent.createXferReq(
-            self._bindings.NIXL_READ,
+            operation,
             self._bindings.nixlXferDList(segment, local),
             self._bindings.nixlXferDList(segment, remote),
             peer,

@@ -6,7 +6,7 @@ offered `run` sleeps.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,16 @@ from pdmesh.protocol.capabilities import (
 )
 from pdmesh.protocol.exchange import Exchange, KVDescription, KVNames, description_to_pb, exchange, names_from_pb
 from pdmesh.protocol.offers import EndedOffer, OfferTable
-from pdmesh.protocol.peer_bounds import MAX_TRANSFERS, check_begin, check_end, check_handshake, check_read, check_renew
+from pdmesh.protocol.peer_bounds import (
+    MAX_TRANSFERS,
+    check_begin,
+    check_end,
+    check_handshake,
+    check_push,
+    check_read,
+    check_renew,
+)
+from pdmesh.protocol.pushes import PushOrder, PushProgress, order_from_pb, progress_to_pb
 from pdmesh.protocol.transfers import Begun, Ended, begin_from_pb, begun_to_pb, end_from_pb, ended_to_pb
 from pdmesh.protocol.version import agree
 
@@ -70,7 +79,13 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         self.publications = Publications(connectors)
         self.offers = offers
         self.sums = sums
-        self._peer_id = peer_id
+        self.peer_id = peer_id
+        self.on_push: Callable[[PushOrder, Context], Awaitable[None]] | None = None
+        """Serves the calls that want blocks written; None: they are only read."""
+        self.on_settled: Callable[[], None] = lambda: None
+        """Called after each change of `offers`."""
+        self.may_arrive: Callable[[str], bool] = lambda transfer_id: False
+        """Whether bytes of a transfer may come to the consumer's blocks although nothing is written for it any more."""
         self._pool = pool
         self._connectors = dict(connectors)
         self._names = KVNames(
@@ -95,10 +110,15 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         """Offer a connector to nobody any more, until its metadata is set again."""
         self._connectors.pop(connector, None)
 
+    def metadata(self, connector: str) -> bytes:
+        """What handshakes say of one connector now; empty when it is not offered."""
+        return self._connectors.get(connector, b"")
+
     def settle(self) -> None:
         """Report offers that ended and watch the leases that are left; call after changing `offers`."""
         for ended in self.offers.take_ended():
             self._on_ended(ended)
+        self.on_settled()
         self._changed.set()
 
     async def run(self) -> None:
@@ -120,11 +140,11 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         try:
             version = agree(request.protocol_min, request.protocol_max, peer=request.peer_id)
             check_pools(OWN, capabilities_from_pb(request.capabilities), request.peer_id)
-            check_names((self._peer_id, self._names), (request.peer_id, names_from_pb(request)))
+            check_names((self.peer_id, self._names), (request.peer_id, names_from_pb(request)))
         except HandshakeRefused as exc:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, exc.message)
         return pb.HandshakeReply(
-            peer_id=self._peer_id,
+            peer_id=self.peer_id,
             protocol=version,
             layout_fingerprints=self._names.layout_fingerprints,
             model_fingerprint=self._names.model_fingerprint,
@@ -147,7 +167,7 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
                 raise TransferFailed(f"{UNAVAILABLE}: {begin.connector}: {why_not}")
             is_new = self.offers.outcome_of(begin.transfer_id) is None
             if is_new and self.offers.num_transfers >= MAX_TRANSFERS:
-                raise Overloaded(f"{self._peer_id} has {MAX_TRANSFERS} transfers under way, its limit")
+                raise Overloaded(f"{self.peer_id} has {MAX_TRANSFERS} transfers under way, its limit")
             view = self.offers.begin(
                 begin.transfer_id,
                 begin.consumer_id,
@@ -157,12 +177,12 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
                 remaining_s=begin.remaining_s,
             )
         except MeshError as exc:
-            return begun_to_pb(Begun(peer_id=self._peer_id, error=exc))
+            return begun_to_pb(Begun(peer_id=self.peer_id, error=exc))
         finally:
             self.settle()
         if self.sums is not None:
             view = replace(view, groups=await self.sums.of(view.groups, view.num_tokens))
-        return begun_to_pb(Begun(peer_id=self._peer_id, view=view))
+        return begun_to_pb(Begun(peer_id=self.peer_id, view=view))
 
     async def RenewTransfers(self, request: pb.RenewTransfersRequest, context: Context) -> pb.RenewTransfersReply:
         """Extend the leases of running transfers; answers with those that have ended."""
@@ -180,8 +200,8 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         ended = Ended(
             known=known,
             outcome=self.offers.outcome_of(end.transfer_id),
-            writing=self.offers.is_writing(end.transfer_id),
-            peer_id=self._peer_id,
+            writing=self.offers.is_writing(end.transfer_id) or self.may_arrive(end.transfer_id),
+            peer_id=self.peer_id,
         )
         return ended_to_pb(ended)
 
@@ -189,13 +209,27 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         """Stream blocks, and with each chunk the generation words read after its data were copied."""
         check_read(request)
         try:
-            chunks = read_chunks(self._pool, self._peer_id, request)
+            chunks = read_chunks(self._pool, self.peer_id, request)
         except TransferFailed as exc:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, exc.message)
         except InvalidRequest as exc:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, exc.message)
         for chunk in chunks:
             yield chunk
+
+    async def Push(self, request: pb.PushRequest, context: Context) -> None:  # type: ignore[override]
+        """Write an offer's blocks into the consumer's as they are computed, and say how far that is."""
+        check_push(request)
+        if self.on_push is None:
+            await refuse_push(self.peer_id, context)
+        else:
+            await self.on_push(order_from_pb(request), context)
+
+
+async def refuse_push(peer_id: str, context: Context) -> None:
+    """Answer a push to an owner whose blocks are only read."""
+    error = TransferFailed("no_push: the blocks here are only read")
+    await context.write(progress_to_pb(PushProgress(peer_id=peer_id, ended=True, error=error)))
 
 
 def check_names(source: tuple[str, KVNames], target: tuple[str, KVNames]) -> Exchange:

@@ -198,7 +198,7 @@ class _Copy:
         self._most = throttle.piece_blocks(block_bytes, copy_bytes)
         self._source_ids = np.asarray(pull.source_block_ids, dtype=np.int64)
         self._target_ids = np.asarray(pull.target_block_ids, dtype=np.int64)
-        self._wanted = np.asarray(pull.checksums, dtype=np.uint64)
+        self._wanted = np.asarray(active.checksums, dtype=np.uint64)
         self._num_done = 0
         self._has_begun = False
         self._is_booked = False
@@ -240,4 +240,4 @@ class _Copy:
 
     def _generations_match(self) -> bool:
         pull = self.active.pull
-        return self.source.pool.generations_of(pull.source_block_ids) == pull.generations
+        return self.source.pool.generations_of(pull.source_block_ids) == self.active.generations

@@ -36,6 +36,15 @@ from pdmesh.engine.messages import (
     ToCore,
 )
 from pdmesh.engine.plan import StepResult
+from pdmesh.engine.push_messages import (
+    BeginPush,
+    EndPush,
+    ExpectPush,
+    PushArrived,
+    PushExpected,
+    ShutOutWriters,
+    StopPush,
+)
 from pdmesh.engine.request import BrokenSequence
 from pdmesh.engine.schedule import Schedule
 from pdmesh.engine.scheduler import Scheduler
@@ -84,8 +93,9 @@ class Core:
         if self_pulls is not None:
             scheduler.state.borrowers.append(lambda: self_pulls.blocks)
         self._under_way: deque[Schedule] = deque()
-        self._pulls: deque[tuple[int, Pull | ConvertingPull]] = deque()
-        """Pulls, and the number of steps that must have ended first: those may still write where the pull will."""
+        self._pulls: deque[tuple[int, Pull | ConvertingPull | PushExpected]] = deque()
+        """Pulls, and answers that let peers write, with the number of steps that must have ended first: those may still write
+        there too."""
         self._num_unsafe = 0
         """As many steps must have ended before blocks that are free now are written to by anything but a later step."""
         self._has_arrivals = False
@@ -220,6 +230,18 @@ class Core:
                 self._links.connect(message)
             case DisconnectPeer():
                 self._links.disconnect(message.peer_id)
+            case BeginPush():
+                self._scheduler.remote.pushing.begin(message)
+            case StopPush():
+                self._scheduler.remote.pushing.stop(message.transfer_id)
+            case ExpectPush():
+                self._scheduler.remote.landings.expect(message)
+            case PushArrived():
+                self._scheduler.remote.landings.arrived(message)
+            case EndPush():
+                self._scheduler.remote.landings.end(message)
+            case ShutOutWriters():
+                self._links.shut_out(message.connector)
             case ResetPrefixCache():
                 self._scheduler.reset_prefix_cache()
                 self._send(PrefixCacheReset(number=message.number))
@@ -244,15 +266,22 @@ class Core:
             self._num_unsafe = self._executor.num_submitted
         outbox = self._scheduler.state.outbox
         self._pulls.extend((self._num_unsafe, pull) for pull in outbox.pulls)
+        self._pulls.extend((self._num_unsafe, expected) for expected in outbox.expected)
         waiting = {pull.transfer_id for _, pull in self._pulls}
+        # These read what is computed.
+        for write in outbox.writes:
+            self._links.start(write)
         for transfer_id in outbox.cancels:
             if transfer_id in waiting:
                 self._cancelled.add(transfer_id)
             else:
                 self._links.cancel(transfer_id)
-        outbox.pulls, outbox.cancels = [], []
+        outbox.pulls, outbox.expected, outbox.writes, outbox.cancels = [], [], [], []
         while self._pulls and self._pulls[0][0] <= self._executor.num_ended:
             _, pull = self._pulls.popleft()
+            if isinstance(pull, PushExpected):
+                self._send(pull)
+                continue
             self._links.start(pull)
             if pull.transfer_id in self._cancelled:
                 self._cancelled.remove(pull.transfer_id)
@@ -289,6 +318,8 @@ class Core:
             step_tokens=self._step_tokens if has_stepped else 0,
             max_step_tokens=self._max_step_tokens,
             num_lanes_used=self._links.num_lanes_used,
+            pushed_tokens=self._scheduler.remote.landings.num_pushed_tokens,
+            num_blocks_quarantined=self._scheduler.remote.landings.num_quarantined,
             undecodable_messages=self._inbox.num_dropped,
         )
         self._send(
@@ -299,6 +330,8 @@ class Core:
                 computed=outbox.computed,
                 needs=outbox.needs,
                 ended_s=self._executor.ended_s if has_stepped else 0.0,
+                pushes=outbox.pushes,
+                landings=outbox.landings,
                 kv_events=self._events.take() if has_events and self._events is not None else b"",
                 stats=stats,
             )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 from pdmesh.config import EngineConfig
-from pdmesh.connector.base import WorkerConnector
+from pdmesh.connector.base import PushConnector, WorkerConnector
 from pdmesh.connector.options import connector_options
 from pdmesh.connector.pages import PagesAhead
 from pdmesh.connector.pool import KVPool, PoolShape, size_pool_file
@@ -113,7 +113,7 @@ def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
                 functools.partial(check_processors, processors) if processors else None,
             )
             core = Core(scheduler, executor, links.links, mailbox, mailbox.send, events, SelfPulls(kv, pool))
-            mailbox.send(_ready(config, chosen, info, sizes, pool, links.metadata))
+            mailbox.send(_ready(config, chosen, info, sizes, pool, links))
             # The model's objects live as long as the process: the collector need not look at them again.
             gc.collect()
             gc.freeze()
@@ -157,6 +157,7 @@ def _open_pool(fd: int, shape: PoolShape) -> KVPool:
 class _RegisteredLinks(msgspec.Struct, frozen=True):
     links: Links
     metadata: dict[str, bytes]
+    push_connectors: list[str]
 
 
 @contextlib.contextmanager
@@ -177,7 +178,8 @@ def _links(launch: Launch, config: EngineConfig, pool: KVPool) -> Iterator[_Regi
         raise
     links = Links(connectors, pool)
     with contextlib.closing(links):
-        yield _RegisteredLinks(links, metadata)
+        pushing = [name for name, connector in connectors.items() if isinstance(connector, PushConnector)]
+        yield _RegisteredLinks(links, metadata, pushing)
 
 
 def _executor(
@@ -239,7 +241,7 @@ def _ready(
     info: ModelInfo,
     sizes: Sizes,
     pool: KVPool,
-    connectors: dict[str, bytes],
+    links: _RegisteredLinks,
 ) -> CoreReady:
     return CoreReady(
         model_fingerprint=info.fingerprint,
@@ -253,7 +255,8 @@ def _ready(
         max_model_len=sizes.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=list(info.eos_token_ids),
-        connectors=connectors,
+        connectors=links.metadata,
+        push_connectors=links.push_connectors,
         dtype=info.dtype,
         kv_dtype=info.groups[0].item_dtype,
         quantization=config.quantization,

@@ -9,6 +9,7 @@ from pdmesh.engine.block_pool import BlockPool
 from pdmesh.engine.kv_events import KVEventLog
 from pdmesh.engine.kv_groups import KVGroup, blocks_at_once
 from pdmesh.engine.plan import NO_BLOCK
+from pdmesh.engine.prompt_blocks import PromptBlocks
 from pdmesh.engine.request import Sequence
 from pdmesh.engine.tier_keys import TierKeys
 from pdmesh.protocol.messages import GroupBlocks
@@ -47,7 +48,7 @@ class KVManager:
         self._hasher = hasher
         self._max_chunk_tokens = max_chunk_tokens
         self.tier_keys = TierKeys(tier_root, self.block_size)
-        self._events = events
+        self.prompts = PromptBlocks(pool, hasher, len(groups), events)
         self._has_windows = any(group.window for group in groups)
 
     @property
@@ -104,8 +105,9 @@ class KVManager:
                 place for place in range(done, num_full) if blocks[place] != NO_BLOCK and (index, place) not in unnamed
             ]
             stored = [place for place in full if self._pool.register(index, blocks[place], keys[place])]
-            if self._events is not None and stored:
-                self._tell_stored(self._events, sequence, index, stored)
+            if stored:
+                tokens = sequence.tokens.view(0, num_full * self.block_size)
+                self.prompts.tell_stored(index, stored, sequence.keys, tokens, sequence.request.extra_keys)
 
     def forget(self, sequence: Sequence) -> None:
         """Take the names off a sequence's blocks: what they hold is not to be trusted."""
@@ -284,20 +286,6 @@ class KVManager:
 
     def _num_from_free(self, hit: Hit) -> int:
         return sum(block_id != NO_BLOCK and self._pool.is_free(block_id) for table in hit.blocks for block_id in table)
-
-    def _tell_stored(self, events: KVEventLog, sequence: Sequence, index: int, places: list[int]) -> None:
-        size, keys = self.block_size, sequence.keys
-        for _, run in itertools.groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
-            stored = [place for _, place in run]
-            first, end = stored[0], stored[-1] + 1
-            events.stored(
-                index,
-                keys[first:end],
-                keys[first - 1] if first else None,
-                sequence.tokens.view(first * size, end * size).tolist(),
-                size,
-                sequence.request.extra_keys,
-            )
 
 
 def _are_one(entries: tuple[int, ...]) -> bool:

@@ -17,8 +17,15 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 SETTING = "kv-transfer-config"
 MULTI = "MultiConnector"
 EXTRA = "kv_connector_extra_config"
-CONNECTORS = {"NixlConnector": "nixl", "NixlPullConnector": "nixl", "MooncakeConnector": "mooncake"}
+CONNECTORS = {
+    "NixlConnector": "nixl",
+    "NixlPullConnector": "nixl",
+    "NixlPushConnector": "nixl",
+    "MooncakeConnector": "mooncake",
+}
 """vLLM's connectors that have a counterpart here."""
+MODES = {"NixlPullConnector": "pull", "NixlPushConnector": "push"}
+"""Those that also say how KV moves."""
 _TIER = "KV that outlives a request is kept by the kvcache service: see kvcache"
 SETTINGS = {
     "kv_role": "kv_role",
@@ -28,7 +35,6 @@ SETTINGS = {
 }
 """Keys, and the settings that they are here."""
 FOREIGN_CONNECTORS = {
-    "NixlPushConnector": "KV is pulled, not pushed: give NixlConnector",
     "P2pNcclConnector": "give NixlConnector across hosts, or connector shm on one host",
     "SharedStorageConnector": _TIER,
     "ExampleConnector": _TIER,
@@ -52,7 +58,7 @@ WITHOUT_EFFECT = {
     "decoder_kv_blocks_ttl": _NO_BIDIRECTIONAL,
     "kv_recompute_threshold": _NO_BIDIRECTIONAL,
     "enforce_handshake_compat": "engines always compare what they are before KV moves",
-    "push_registration_timeout": "it belongs to NixlPushConnector, which is not here",
+    "push_registration_timeout": "a push that does not begin is a pull: nobody waits for it",
 }
 """Keys that are taken for vLLM's sake and change nothing; each that is given is named in the log."""
 REFUSED = {
@@ -227,6 +233,8 @@ def _check_connector(name: str | None, path: str) -> None:
 
 def _wanted(values: Settings, path: str) -> Iterator[_Wanted]:
     """What one object of the JSON decides, but for its connector."""
+    if isinstance(values, KVTransferConfig) and values.kv_connector in MODES:
+        yield _Wanted("kv_transfer_mode", MODES[values.kv_connector], f"{path}kv_connector")
     for key, setting in SETTINGS.items():
         if (value := getattr(values, key, None)) is not None:
             yield _Wanted(setting, value, f"{path}{key}")

@@ -12,12 +12,22 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pdmesh.connector.active import PullEnd
-from pdmesh.connector.base import PeerPool, Publication, Published, Pull, PullResult, WorkerConnector
+from pdmesh.connector.base import (
+    PeerPool,
+    Publication,
+    Published,
+    Pull,
+    PullResult,
+    Push,
+    PushConnector,
+    WorkerConnector,
+)
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.ways import way_of
 from pdmesh.engine.conversion import ConvertingPull
 from pdmesh.engine.detours import Detours, Journey
 from pdmesh.engine.messages import ConnectorChanged, ConnectPeer, OfferPublished, PeerConnected
+from pdmesh.engine.push_messages import WritersShutOut
 from pdmesh.engine.staged_pulls import StagedPulls
 from pdmesh.errors import MeshError
 
@@ -27,7 +37,7 @@ PEER_LOST = "peer_lost"
 # A connect that hangs longer is left to end with the process.
 CONNECT_GRACE_S = 1.0
 
-News = PeerConnected | ConnectorChanged | OfferPublished
+News = PeerConnected | ConnectorChanged | OfferPublished | WritersShutOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,8 @@ class Links:
         self._connectors = connectors
         self._connectors_of: dict[str, list[str]] = {}
         """Peer id -> the connectors it is connected over; last the one that was connected last."""
+        self._writes: dict[str, str] = {}
+        """Writes of pushes that have not ended, with their connectors."""
         self._pulls: dict[str, Journey] = {}
         """By transfer id, while they run."""
         self._detours = Detours()
@@ -100,7 +112,7 @@ class Links:
         """Return the answers to `connect`, and what else the server must know, since the last call; never blocks."""
         if not self._drain_wake():
             return []
-        news = []
+        news: list[News] = []
         while not self._news.empty():
             message = self._news.get()
             news.append(message)
@@ -143,22 +155,40 @@ class Links:
         for connector in self._connectors.values():
             connector.retract(offer_id)
 
-    def start(self, pull: Pull | ConvertingPull) -> None:
-        """Begin a pull over the connector of its peer. It ends through `poll`, also when it cannot begin."""
-        if isinstance(pull, Pull):
+    def start(self, pull: Pull | ConvertingPull | Push) -> None:
+        """Begin a pull, or a write, over a connector of its peer. It ends through `poll`, also when it cannot begin."""
+        if not isinstance(pull, ConvertingPull):
             self._start(pull)
         elif self._staged is None:
             self._refuse(pull, "", "error:this engine has no staging area (kv-staging-bytes)")
         else:
             self._staged.start(pull)
 
-    def _start(self, pull: Pull) -> None:
+    def _start(self, pull: Pull | Push) -> None:
         names = self._connectors_of.get(pull.peer_id, [])
-        name = pull.connector or (names[-1] if names else "")
+        if isinstance(pull, Push):
+            names = [each for each in names if isinstance(self._connectors[each], PushConnector)]
+        wanted = pull.connector if isinstance(pull, Pull) else ""
+        name = wanted or (names[-1] if names else "")
         if name not in names:
             self._refuse(pull, name, PEER_LOST)
             return
-        self._begin(Journey(pull=pull, connector=name))
+        if isinstance(pull, Push):
+            self._push(pull, name)
+        else:
+            self._begin(Journey(pull=pull, connector=name))
+
+    def _push(self, push: Push, name: str) -> None:
+        """Have a connector write."""
+        connector = self._connectors[name]
+        assert isinstance(connector, PushConnector)
+        try:
+            connector.push(push)
+        except Exception as exc:
+            log.exception("write %s could not be started over %s", push.transfer_id, name)
+            self._refuse(push, name, f"error:{type(exc).__name__}: {exc}")
+            return
+        self._writes[push.transfer_id] = name
 
     def _begin(self, journey: Journey) -> None:
         """Have a pull's connector carry it out."""
@@ -208,19 +238,31 @@ class Links:
         if journey is not None:
             journey.is_cancelled = True
             self._connectors[journey.connector].cancel(transfer_id)
+        elif (name := self._writes.get(transfer_id)) is not None:
+            self._connectors[name].cancel(transfer_id)
         elif (waiting := self._detours.cancel(transfer_id)) is not None:
             self._refuse(waiting.pull, waiting.failed[-1], PullEnd.CANCELLED)
         elif self._staged is not None:
             self._staged.cancel(transfer_id)
 
+    def shut_out(self, name: str) -> None:
+        """Make sure that no peer writes here over a connector any more; `take_news` tells when it is so."""
+        connector = self._connectors.get(name)
+        if isinstance(connector, PushConnector):
+            connector.shut_out(functools.partial(self._tell, WritersShutOut(connector=name)))
+        else:
+            # Nobody ever writes over it.
+            self._tell(WritersShutOut(connector=name))
+
     def poll(self) -> list[EndedPull]:
-        """Return the pulls that ended since the last call; never blocks."""
+        """Return the pulls and writes that ended since the last call; never blocks."""
         ended, self._refused = self._refused, []
-        if self._pulls:
+        if self._pulls or self._writes:
             for name, connector in self._connectors.items():
                 for result in connector.poll():
                     journey = self._pulls.pop(result.transfer_id, None)
                     if journey is None:
+                        self._writes.pop(result.transfer_id, None)
                         ended.append(EndedPull(result, name))
                     elif not self._detour(journey, result):
                         instead_of = journey.failed[-1] if journey.failed else ""
@@ -247,7 +289,7 @@ class Links:
             self._is_closed = True
             os.close(self._wake_fd)
 
-    def _refuse(self, pull: Pull | ConvertingPull, connector: str, reason: str) -> None:
+    def _refuse(self, pull: Pull | ConvertingPull | Push, connector: str, reason: str) -> None:
         result = PullResult(transfer_id=pull.transfer_id, reason=reason, num_bytes=0, duration_s=0.0)
         self._refused.append(EndedPull(result, connector))
 

@@ -6,6 +6,18 @@ The server process never sees a tensor; the core never sees a socket to another 
 
 import msgspec
 
+from pdmesh.engine.push_messages import (
+    BeginPush,
+    EndPush,
+    ExpectPush,
+    LandingReport,
+    PushArrived,
+    PushExpected,
+    PushReport,
+    ShutOutWriters,
+    StopPush,
+    WritersShutOut,
+)
 from pdmesh.protocol.exchange import KVDescription
 from pdmesh.protocol.layout import Layout
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, GroupBlocks, KVSource
@@ -27,6 +39,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Report newly computed full prompt blocks as BlocksComputed."""
     may_refetch: bool = False
     """After a preemption the server may know a source: ask for it with NeedsSource."""
+    push_id: str = ""
+    """Transfer id of the push that was expected for it; empty: none."""
 
 
 class SetSource(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -106,6 +120,12 @@ ToCore = (
     | ReleaseOffer
     | ConnectPeer
     | DisconnectPeer
+    | BeginPush
+    | StopPush
+    | ExpectPush
+    | PushArrived
+    | EndPush
+    | ShutOutWriters
     | ResetPrefixCache
     | SetSource
     | Ping
@@ -136,6 +156,8 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What the layout fingerprints name, where other engines may convert it; else empty."""
     staging_bytes: int = 0
     """Most bytes of a peer's blocks that are converted at a time; 0: those of other layouts are refused."""
+    push_connectors: list[str] = []
+    """Those that can also write, in order of preference."""
     dtype: str
     kv_dtype: str = ""
     """Of keys and values in the pool: the model's, or int8."""
@@ -290,6 +312,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     nan_requests: int = 0
     illegal_events: int = 0
     """Requests that met a bug of the engine's states."""
+    pushed_tokens: int = 0
+    """Prompt tokens that requests found because they had been pushed here."""
+    num_blocks_quarantined: int = 0
+    """Blocks that nobody wants and a peer may still write."""
     undecodable_messages: int = 0
     """Dropped between server and core, in both directions; the server adds its own."""
 
@@ -302,6 +328,8 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transfers: list[TransferEnded] = []
     computed: list[BlocksComputed] = []
     needs: list[NeedsSource] = []
+    pushes: list[PushReport] = []
+    landings: list[LandingReport] = []
     stats: Stats | None = None
     ended_s: float = 0.0
     """When its computing ended, on the clock that all processes of a machine share; 0 when there was no step."""
@@ -317,6 +345,8 @@ FromCore = (
     | PeerConnected
     | ConnectorChanged
     | OfferPublished
+    | PushExpected
+    | WritersShutOut
     | PrefixCacheReset
     | Pong
     | OwnBlockPulled

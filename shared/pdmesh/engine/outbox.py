@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from pdmesh.connector.base import Pull
+from pdmesh.connector.base import Pull, Push
 from pdmesh.engine.conversion import ConvertingPull
 from pdmesh.engine.messages import BlocksComputed, NeedsSource, OfferSealed, TransferEnded
+from pdmesh.engine.push_messages import LandingReport, PushExpected, PushReport
 from pdmesh.protocol.messages import ChoiceDelta
 
 
@@ -17,11 +18,17 @@ class Outbox:
     transfers: list[TransferEnded] = field(default_factory=list)
     computed: list[BlocksComputed] = field(default_factory=list)
     needs: list[NeedsSource] = field(default_factory=list)
+    pushes: list[PushReport] = field(default_factory=list)
+    landings: list[LandingReport] = field(default_factory=list)
+    expected: list[PushExpected] = field(default_factory=list)
+    """For the server when no step under way can write into the blocks any more."""
     pulls: list[Pull | ConvertingPull] = field(default_factory=list)
+    writes: list[Push] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     """Transfer ids."""
 
     @property
     def has_reports(self) -> bool:
         """Whether there is anything for the server."""
-        return bool(self.deltas or self.sealed or self.transfers or self.computed or self.needs)
+        reports = self.deltas, self.sealed, self.transfers, self.computed, self.needs, self.pushes, self.landings
+        return any(reports)

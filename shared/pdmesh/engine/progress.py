@@ -71,6 +71,8 @@ class Progress:
         has_new_block = sequence.num_computed >= (sequence.num_registered + 1) * kv.block_size
         if has_new_block:
             kv.register(sequence)
+            if self._remote.pushing.is_active:
+                self._remote.pushing.advance(sequence)
         if request.held or not request.is_prompt_computed or request.offer_id:
             self.note_prompt(sequence)
         if has_new_block:
@@ -112,6 +114,7 @@ class Progress:
         self._state.counters.nan_requests += failure.is_nan
         # The KV that led here may be as broken as the logits.
         self._state.kv.forget(sequence)
+        self._remote.pushing.spoil(sequence.request.offer_id)
         error = getattr(errors, failure.code)(failure.message)
         self._state.finish(sequence, Event.FAILED, error=error)
 

@@ -13,7 +13,10 @@ from pdmesh.engine.comebacks import NEVER_SPILLED, source_of
 from pdmesh.engine.conversion import ConvertingPull, GroupPart, plan_conversion
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.kv_manager import Hit
+from pdmesh.engine.landings import Landings
 from pdmesh.engine.messages import BlocksComputed, OfferSealed, TransferEnded
+from pdmesh.engine.push_messages import PUSH_SOURCE
+from pdmesh.engine.pushing import RESET, Pushing
 from pdmesh.engine.request import Sequence
 from pdmesh.engine.states import Event
 from pdmesh.errors import TransferFailed
@@ -40,6 +43,8 @@ class RemoteKV:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
+        self.pushing = Pushing(state)
+        self.landings = Landings(state)
 
     def begin(self, sequence: Sequence, hit: Hit, *, reserve: int) -> Begun:
         """Start to pull what `hit` does not cover of the source of a waiting sequence."""
@@ -71,16 +76,24 @@ class RemoteKV:
         targets = [table[first:] for table, first in zip(sequence.blocks, firsts, strict=True)]
         pull = _pull(source, plan, targets)
         self._leave_queue(sequence, source, num_usable=start, unnamed=_unnamed(pull, firsts))
-        state.note_hits(sequence, hit.num_tokens)
+        self.note_hits(sequence, hit.num_tokens)
         state.counters.external_queries += source.num_tokens - hit.num_tokens
         state.outbox.pulls.append(pull)
         return Begun.PULLING
+
+    def note_hits(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let a sequence begin behind what was found here, by a push perhaps, which has served its purpose then."""
+        self._state.note_hits(sequence, num_tokens)
+        if sequence.request.push_id:
+            self.landings.claim(sequence, num_tokens)
 
     def end(self, result: PullResult, connector: str) -> Sequence | None:
         """Take a connector's word on a pull; return the sequence that may go on computing, if there is one.
 
         Failed KV is never read: its blocks go back before anything else happens.
         """
+        if self.pushing.end(result):
+            return None
         state = self._state
         load = state.ledger.end_load(result.transfer_id, arrived=not result.reason)
         if load is None:
@@ -104,18 +117,24 @@ class RemoteKV:
             sequence.num_told_blocks = NEVER_SPILLED
         if sequence.comeback is not None and sequence.comeback.kind:
             sequence.comeback.fetched = sequence.comeback.kind
-        else:
+        elif sequence.kv_source != PUSH_SOURCE:
             sequence.kv_source = "tier" if load.from_tier else connector + CONVERTED * bool(load.source.layouts)
         sequence.apply(Event.PULL_SUCCEEDED)
         state.kv.register(sequence, unnamed=load.unnamed)
         state.waiting.push(sequence)
         return sequence
 
+    def forget_pushed(self) -> None:
+        """The prefix cache has been emptied: what was computed before goes into no other engine's either."""
+        self.pushing.stop_all(RESET)
+        self.landings.reset()
+
     def seal_offer(self, sequence: Sequence) -> None:
         """Keep the computed prompt's blocks for the request's offer and report them."""
         state, request = self._state, sequence.request
         blocks = state.kv.hold(sequence, request.num_offered)
         state.ledger.hold_offer(request.offer_id, blocks)
+        self.pushing.sealed(request.offer_id, blocks)
         state.outbox.sealed.append(
             OfferSealed(
                 offer_id=request.offer_id,

@@ -53,6 +53,8 @@ class Request:
         is_single = len(request.choices) == 1 and request.prefill_only
         self.num_offered = self.num_prompt + (len(request.emitted[0]) if is_single and request.emitted else 0)
         """Leading tokens that an offer is of: choices share only the prompt."""
+        self.push_id = add.push_id
+        """Push that may have brought some of the prompt; empty when there is none, or it has been made use of."""
         self.is_prompt_computed = False
         self.is_lookup_counted = False
         """Whether the statistics know what it found in the prefix cache."""

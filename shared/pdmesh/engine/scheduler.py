@@ -43,9 +43,9 @@ class Scheduler:
         self._limits = limits
         self._max_active = limits.max_num_active_seqs or limits.max_num_seqs
         self._admission = Admission(self.state, check_extra)
-        self._remote = RemoteKV(self.state)
+        self.remote = RemoteKV(self.state)
         self.comebacks = Comebacks(self.state)
-        self._progress = Progress(self.state, self._remote, self.comebacks)
+        self._progress = Progress(self.state, self.remote, self.comebacks)
         self._num_requests = 0
         self._num_logits_left = MAX_PROMPT_LOGPROBS_TOKENS
         self._blocked: Sequence | None = None
@@ -78,11 +78,11 @@ class Scheduler:
 
     def release_offer(self, offer_id: str) -> None:
         """Let the blocks of an offer go."""
-        self._remote.release_offer(offer_id)
+        self.remote.release_offer(offer_id)
 
     def end_pull(self, result: PullResult, connector: str) -> None:
-        """Take in the end of a pull that the outbox ordered."""
-        sequence = self._remote.end(result, connector)
+        """Take in the end of a pull, or of a push's write, that the outbox ordered."""
+        sequence = self.remote.end(result, connector)
         if sequence is not None:
             self._progress.note_prompt(sequence)
 
@@ -107,6 +107,7 @@ class Scheduler:
         """Forget all cached KV. Requests that live go on, but what they compute is not cached any more."""
         requests = self.state.requests.values()
         self.state.kv.reset_prefix_cache(each for request in requests for each in request.sequences.values())
+        self.remote.forget_pushed()
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -181,6 +182,7 @@ class Scheduler:
             return
         for sequence in request.sequences.values():
             self.state.kv.forget(sequence)
+        self.remote.pushing.spoil(request.offer_id)
         try:
             for choice in _choices_of(request):
                 self._finish(request, choice, Event.FAILED, error=InternalError(message))
@@ -251,7 +253,7 @@ class Scheduler:
             if source_of(sequence) is not None:
                 # Fetched KV cannot be taken back before it is here: it leaves a block for each that runs.
                 num_rows_blocks = len(state.running) * len(state.kv.groups)
-                begun = self._remote.begin(sequence, hit, reserve=reserve + num_rows_blocks)
+                begun = self.remote.begin(sequence, hit, reserve=reserve + num_rows_blocks)
                 if begun in (Begun.PULLING, Begun.FAILED):
                     return 0, True
                 if begun is Begun.NO_ROOM:
@@ -271,7 +273,7 @@ class Scheduler:
             return 0, self._block(sequence, is_alone)
         state.run(sequence)
         if hit is not None:
-            state.note_hits(sequence, start)
+            self.remote.note_hits(sequence, start)
         self.comebacks.note_return(sequence, start)
         request = sequence.request
         sequence.end = sequence.num_tokens + 1 if request.prefill_only else end_of(request, self._limits.max_model_len)
@@ -322,6 +324,8 @@ class Scheduler:
         """Allocate for a running sequence, taking blocks from who comes last; False when it is not running any more."""
         state, have = self.state, len(sequence.blocks[0])
         while not state.kv.allocate(sequence, num_tokens, start=sequence.num_planned):
+            if self.remote.landings.give_way():
+                continue
             victim = state.last_holder()
             assert victim is not None
             try:
@@ -342,6 +346,8 @@ class Scheduler:
 
     def _block(self, sequence: Sequence, is_alone: bool) -> bool:
         """Note that the first in line has no room. True when it is worth trying again at once."""
+        if self.remote.landings.give_way():
+            return True
         victim = self.state.last_holder()
         if is_alone and victim is not None and victim is not sequence:
             # Nothing runs that could free blocks, and what those behind it hold stands in the way.

@@ -51,6 +51,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Layouts of a pool's memory (generation words, then blocks) that it has or can read."""
     kv_convert: Versions = NONE
     """Tables of packings and dtypes (`layout.DTYPES`) from which and to which it converts what it reads."""
+    push: Versions = NONE
+    """Of writing KV into a peer's pool, and of having it written, while the prompt is still computed."""
 
 
 UNTOLD = Capabilities()
@@ -83,3 +85,8 @@ def handoff_obstacle(prefill: Capabilities, decode: Capabilities) -> str:
     if not decode.ticket_read.covers(prefill.ticket_write):
         return f"tickets are written in version {prefill.ticket_write} and read in {decode.ticket_read}"
     return pool_obstacle(prefill, decode)
+
+
+def can_push(prefill: Capabilities, decode: Capabilities) -> bool:
+    """Whether `prefill` may write KV into `decode`'s pool."""
+    return (prefill.push.meet(decode.push) or 0) > 0

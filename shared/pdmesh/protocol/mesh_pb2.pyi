@@ -231,20 +231,66 @@ class SubmitFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: _builtins.int
+    EXPECTATIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateRequest]: ...
+    @_builtins.property
+    def expectations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Expectation]:
+        """only to engines with the capability `push`"""
+
     def __init__(
         self,
         *,
         requests: _abc.Iterable[Global___GenerateRequest] | None = ...,
+        expectations: _abc.Iterable[Global___Expectation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expectations", b"expectations", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubmitFrame: _TypeAlias = SubmitFrame  # noqa: Y015
+
+@_typing.final
+class Expectation(_message.Message):
+    """A prompt that another engine computes now and whose KV this one shall have pushed into its prefix cache meanwhile."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFER_ID_FIELD_NUMBER: _builtins.int
+    OWNER_ID_FIELD_NUMBER: _builtins.int
+    OWNER_ADDRESS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    REMAINING_MS_FIELD_NUMBER: _builtins.int
+    offer_id: _builtins.str
+    """as minted for the prefill leg"""
+    owner_id: _builtins.str
+    """engine_id@epoch of who computes it"""
+    owner_address: _builtins.str
+    """gRPC host:port"""
+    cache_salt: _builtins.str
+    remaining_ms: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        offer_id: _builtins.str = ...,
+        owner_id: _builtins.str = ...,
+        owner_address: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cache_salt: _builtins.str = ...,
+        remaining_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "offer_id", b"offer_id", "owner_address", b"owner_address", "owner_id", b"owner_id", "remaining_ms", b"remaining_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Expectation: _TypeAlias = Expectation  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -457,6 +503,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     REMAINING_MS_FIELD_NUMBER: _builtins.int
+    OFFER_ID_FIELD_NUMBER: _builtins.int
     HAND_BACK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prefill_only: _builtins.bool
@@ -465,6 +512,8 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """lower is earlier"""
     remaining_ms: _builtins.int
+    offer_id: _builtins.str
+    """with prefill_only: the offer's id, minted by the proxy; empty: the engine mints one"""
     hand_back: _builtins.bool
     """end it with Preempted when its KV was lost and is to be had nowhere"""
     @_builtins.property
@@ -488,11 +537,12 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         remaining_ms: _builtins.int = ...,
+        offer_id: _builtins.str = ...,
         hand_back: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choices", b"choices", "emitted", b"emitted", "hand_back", b"hand_back", "prefill_only", b"prefill_only", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choices", b"choices", "emitted", b"emitted", "hand_back", b"hand_back", "offer_id", b"offer_id", "prefill_only", b"prefill_only", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -689,6 +739,7 @@ class ControlUp(_message.Message):
     RENEW_OFFERS_FIELD_NUMBER: _builtins.int
     RELEASE_OFFERS_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    WITHDRAW_EXPECTATIONS_FIELD_NUMBER: _builtins.int
     ping: _builtins.int
     @_builtins.property
     def aborts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbortChoice]: ...
@@ -696,6 +747,10 @@ class ControlUp(_message.Message):
     def renew_offers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def release_offers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def withdraw_expectations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """offer ids: nobody will come for what is expected"""
+
     def __init__(
         self,
         *,
@@ -703,10 +758,11 @@ class ControlUp(_message.Message):
         renew_offers: _abc.Iterable[_builtins.str] | None = ...,
         release_offers: _abc.Iterable[_builtins.str] | None = ...,
         ping: _builtins.int = ...,
+        withdraw_expectations: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "ping", b"ping", "release_offers", b"release_offers", "renew_offers", b"renew_offers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "ping", b"ping", "release_offers", b"release_offers", "renew_offers", b"renew_offers", "withdraw_expectations", b"withdraw_expectations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1139,6 +1195,81 @@ class ReadBlocksRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadBlocksRequest: _TypeAlias = ReadBlocksRequest  # noqa: Y015
+
+@_typing.final
+class PushRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """of that pool"""
+    block_bytes: _builtins.int
+    @_builtins.property
+    def begin(self) -> Global___BeginTransferRequest:
+        """of an offer that may still be open"""
+
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockList]:
+        """blocks of the consumer's pool, per group, all from the same first_block on"""
+
+    @_builtins.property
+    def pool(self) -> Global___ConnectorMetadata:
+        """how the consumer's pool is reached"""
+
+    def __init__(
+        self,
+        *,
+        begin: Global___BeginTransferRequest | None = ...,
+        targets: _abc.Iterable[Global___BlockList] | None = ...,
+        pool: Global___ConnectorMetadata | None = ...,
+        num_blocks: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "block_bytes", b"block_bytes", "num_blocks", b"num_blocks", "pool", b"pool", "targets", b"targets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushRequest: _TypeAlias = PushRequest  # noqa: Y015
+
+@_typing.final
+class PushProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    PEER_ID_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """so many of the first targets of each group are written, and will not be again"""
+    ended: _builtins.bool
+    """the last message: nothing is written any more"""
+    peer_id: _builtins.str
+    """of who writes"""
+    @_builtins.property
+    def error(self) -> Global___ErrorInfo:
+        """why it ended before all was written"""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+        error: Global___ErrorInfo | None = ...,
+        peer_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "error", b"error", "num_blocks", b"num_blocks", "peer_id", b"peer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushProgress: _TypeAlias = PushProgress  # noqa: Y015
 
 @_typing.final
 class BlockChunk(_message.Message):

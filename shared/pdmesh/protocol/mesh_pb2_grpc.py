@@ -229,6 +229,11 @@ class KVPeerStub:
                 request_serializer=pdmesh_dot_protocol_dot_mesh__pb2.ReadBlocksRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_protocol_dot_mesh__pb2.BlockChunk.FromString,
                 _registered_method=True)
+        self.Push = channel.unary_stream(
+                '/pdmesh.v1.KVPeer/Push',
+                request_serializer=pdmesh_dot_protocol_dot_mesh__pb2.PushRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_protocol_dot_mesh__pb2.PushProgress.FromString,
+                _registered_method=True)
 
 
 class KVPeerServicer:
@@ -267,6 +272,13 @@ class KVPeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Push(self, request, context):
+        """Begin a transfer that the owner writes: blocks follow as they are computed. Only to owners with the capability `push`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVPeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -294,6 +306,11 @@ def add_KVPeerServicer_to_server(servicer, server):
                     servicer.ReadBlocks,
                     request_deserializer=pdmesh_dot_protocol_dot_mesh__pb2.ReadBlocksRequest.FromString,
                     response_serializer=pdmesh_dot_protocol_dot_mesh__pb2.BlockChunk.SerializeToString,
+            ),
+            'Push': grpc.unary_stream_rpc_method_handler(
+                    servicer.Push,
+                    request_deserializer=pdmesh_dot_protocol_dot_mesh__pb2.PushRequest.FromString,
+                    response_serializer=pdmesh_dot_protocol_dot_mesh__pb2.PushProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -433,6 +450,33 @@ class KVPeer:
             '/pdmesh.v1.KVPeer/ReadBlocks',
             pdmesh_dot_protocol_dot_mesh__pb2.ReadBlocksRequest.SerializeToString,
             pdmesh_dot_protocol_dot_mesh__pb2.BlockChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Push(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdmesh.v1.KVPeer/Push',
+            pdmesh_dot_protocol_dot_mesh__pb2.PushRequest.SerializeToString,
+            pdmesh_dot_protocol_dot_mesh__pb2.PushProgress.FromString,
             options,
             channel_credentials,
             insecure,

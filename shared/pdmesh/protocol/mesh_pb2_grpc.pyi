@@ -100,6 +100,8 @@ class KVPeerStub:
     EndTransfer: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.EndTransferRequest, _mesh_pb2.EndTransferReply]
     ReadBlocks: _grpc.UnaryStreamMultiCallable[_mesh_pb2.ReadBlocksRequest, _mesh_pb2.BlockChunk]
     """The grpc connector: block bytes, then the generation words read after them."""
+    Push: _grpc.UnaryStreamMultiCallable[_mesh_pb2.PushRequest, _mesh_pb2.PushProgress]
+    """Begin a transfer that the owner writes: blocks follow as they are computed. Only to owners with the capability `push`."""
 
 @_typing.type_check_only
 class KVPeerAsyncStub(KVPeerStub):
@@ -112,6 +114,8 @@ class KVPeerAsyncStub(KVPeerStub):
     EndTransfer: _aio.UnaryUnaryMultiCallable[_mesh_pb2.EndTransferRequest, _mesh_pb2.EndTransferReply]  # type: ignore[assignment]
     ReadBlocks: _aio.UnaryStreamMultiCallable[_mesh_pb2.ReadBlocksRequest, _mesh_pb2.BlockChunk]  # type: ignore[assignment]
     """The grpc connector: block bytes, then the generation words read after them."""
+    Push: _aio.UnaryStreamMultiCallable[_mesh_pb2.PushRequest, _mesh_pb2.PushProgress]  # type: ignore[assignment]
+    """Begin a transfer that the owner writes: blocks follow as they are computed. Only to owners with the capability `push`."""
 
 class KVPeerServicer(metaclass=_abc_1.ABCMeta):
     """---- owner of a KV pool (engine or kvcache) <-> consumer --------------------------------------"""
@@ -151,6 +155,14 @@ class KVPeerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_mesh_pb2.BlockChunk], _abc.AsyncIterator[_mesh_pb2.BlockChunk]]:
         """The grpc connector: block bytes, then the generation words read after them."""
+
+    @_abc_1.abstractmethod
+    def Push(
+        self,
+        request: _mesh_pb2.PushRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_mesh_pb2.PushProgress], _abc.AsyncIterator[_mesh_pb2.PushProgress]]:
+        """Begin a transfer that the owner writes: blocks follow as they are computed. Only to owners with the capability `push`."""
 
 def add_KVPeerServicer_to_server(servicer: KVPeerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -149,6 +149,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     hand_back: bool = False
     """Who sent it has another prefill compute its KV, when it was preempted and the KV is to be had nowhere: end it with the
     error Preempted."""
+    offer_id: str = ""
+    """With prefill_only: what the proxy calls the offer, so that others may be told of it before it is sealed; else empty."""
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,7 +135,7 @@ class OfferTable:
         seal_within_s: float = 600.0,
     ) -> None:
         """Start an offer. Its lease starts at the seal; until then it lives `seal_within_s`, the request's own deadline."""
-        if offer_id in self._offers or offer_id in self._past_offers:
+        if self.knows(offer_id):
             raise ValueError(f"offer {offer_id} was opened before")
         offer = _Offer(
             offer_id=offer_id,
@@ -171,8 +171,9 @@ class OfferTable:
     ) -> OfferView:
         """Let a consumer read an offer, or the blocks of it named in `groups`; repeating a begin changes nothing.
 
-        `groups` may leave generations out. `written`: this owner's transport writes them into the consumer's pool, so that
-        the blocks are held until `stopped` says that it does no more, whatever becomes of the transfer.
+        `groups` may leave generations out. `written`: this owner's transport writes them into the consumer's pool, as they are
+        computed, so that it may begin before the seal (what is there by then is not in the view); the blocks are held until
+        `stopped` says that it does no more, whatever becomes of the transfer.
 
         Raises TransferFailed (unknown, not_sealed, released, expired, committed, digest, stale, transfer_ended) or
         Forbidden (blocks that are not the offer's, another consumer's transfer).
@@ -186,7 +187,7 @@ class OfferTable:
             outcome = self._past_transfers[transfer_id].value
             raise TransferFailed(f"{Reason.TRANSFER_ENDED}: transfer {transfer_id} has ended already, {outcome}")
         try:
-            offer = self._readable(offer_id, digest)
+            offer = self._readable(offer_id, digest, early=written)
             view = _view(offer, groups)
         except (TransferFailed, Forbidden):
             self._remember_transfer(transfer_id, TRANSFER_TABLE[TransferState.OPEN, TransferEvent.REFUSE])
@@ -208,6 +209,15 @@ class OfferTable:
             self._writers[transfer_id] = offer
         self._extend(transfer)
         return view
+
+    def knows(self, offer_id: str) -> bool:
+        """Whether an offer of this name was opened."""
+        return offer_id in self._offers or offer_id in self._past_offers
+
+    def is_live(self, offer_id: str) -> bool:
+        """Whether an offer is open or sealed, and neither released nor over its lease."""
+        offer = self._offers.get(offer_id)
+        return offer is not None and offer.state is not OfferState.CLOSING
 
     def renew(self, offer_id: str) -> bool:
         """Give an offer a fresh lease; False when it takes no new transfer any more."""
@@ -295,14 +305,14 @@ class OfferTable:
         ended, self._ended = self._ended, []
         return ended
 
-    def _readable(self, offer_id: str, digest: bytes) -> _Offer:
+    def _readable(self, offer_id: str, digest: bytes, *, early: bool) -> _Offer:
         offer = self._offers.get(offer_id)
         if offer is None:
             reason = self._past_offers.get(offer_id, Reason.UNKNOWN)
             raise TransferFailed(f"{reason}: offer {offer_id} is not held here")
         if offer.state is OfferState.CLOSING:
             raise TransferFailed(f"{offer.reason}: offer {offer_id} is ending")
-        if offer.state is OfferState.OPEN:
+        if offer.state is OfferState.OPEN and not early:
             raise TransferFailed(f"{Reason.NOT_SEALED}: offer {offer_id} is still being computed")
         if not hmac.compare_digest(offer.digest, digest):
             raise TransferFailed(f"{Reason.DIGEST}: offer {offer_id} was computed for another request")

@@ -14,6 +14,8 @@ MAX_DIGEST_BYTES = 64
 MAX_GROUPS = 256
 """Of KV groups in one message; models have a handful."""
 MAX_CAPABILITIES = 256
+MAX_METADATA_BYTES = 1 << 20
+"""That a connector's worker half says of a pool; NIXL's has some hundred bytes for each network device."""
 MAX_TRANSFERS = 1 << 16
 """That run at one owner, and that one call may renew."""
 
@@ -44,6 +46,17 @@ def check_begin(request: pb.BeginTransferRequest, num_blocks: int) -> None:
                 f"groups.generations: {len(group.generations)} given for {len(group.block_ids)} blocks; one each, or none",
                 param="groups.generations",
             )
+
+
+def check_push(request: pb.PushRequest) -> None:
+    """Raise InvalidRequest that names the field."""
+    check_begin(request.begin, 0)
+    _check_count("targets", request.targets, MAX_GROUPS)
+    for target in request.targets:
+        _check_count("targets.block_ids", target.block_ids, request.num_blocks)
+    _check_text("pool.connector", request.pool.connector, MAX_ID_CHARS)
+    if len(request.pool.metadata) > MAX_METADATA_BYTES:
+        raise _too_long("pool.metadata", len(request.pool.metadata), f"{MAX_METADATA_BYTES} bytes")
 
 
 def check_renew(request: pb.RenewTransfersRequest) -> None:

@@ -16,7 +16,8 @@ HISTORY: dict[int, str] = {
     "GenerateRequest.priority, BlockList.first_block (0 wherever groups are full).",
     2: "Describe and Handshake tell capabilities; a peer of version 1 has those of the first release. The answer to an end "
     "tells who answers, how the transfer has ended there, and whether the owner may still write. An end that overtakes "
-    "its begin is heeded.",
+    "its begin is heeded. Added within it, behind the capability `push`: SubmitFrame.expectations, GenerateRequest.offer_id, "
+    "ControlUp.withdraw_expectations, KVPeer.Push.",
 }
 """What each version brought."""
 

@@ -39,6 +39,7 @@ def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
         priority=request.priority,
         remaining_ms=to_ms(request.deadline_s),
         hand_back=request.hand_back,
+        offer_id=request.offer_id,
     )
 
 
@@ -56,6 +57,7 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
         priority=message.priority,
         deadline_s=message.remaining_ms / 1000,
         hand_back=message.hand_back,
+        offer_id=message.offer_id,
     )
 
 

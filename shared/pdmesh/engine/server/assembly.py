@@ -15,10 +15,11 @@ from pdmesh.engine.core_client import CoreClient
 from pdmesh.engine.server.attempts import Attempts
 from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.endings import Endings
+from pdmesh.engine.server.expectations import Expectations
 from pdmesh.engine.server.fetches import Fetches, Tasks
 from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.heart import Heart
-from pdmesh.engine.server.identity import Identity, describe
+from pdmesh.engine.server.identity import Identity, describe, pushes
 from pdmesh.engine.server.kv_event_publisher import KVEventPublisher
 from pdmesh.engine.server.kv_probe import KVProbe
 from pdmesh.engine.server.load import LoadBoard
@@ -128,6 +129,7 @@ def assemble(
         ready=ready,
         secret=secret,
         core=core,
+        core_peers=core_peers,
         pool=pool,
         offers=offers,
         board=board,
@@ -171,6 +173,17 @@ def assemble(
         tier=tier,
         metrics=metrics,
     )
+    expectations = Expectations(
+        identity=identity,
+        ready=ready,
+        secret=secret,
+        core=core,
+        peers=peers,
+        owner=handoff.owner,
+        tasks=tasks,
+        metrics=metrics,
+        is_enabled=pushes(ready, config),
+    )
     submission = Submission(
         config=config,
         ready=ready,
@@ -180,12 +193,13 @@ def assemble(
         handoff=handoff,
         sources=sources,
         endings=endings,
+        expectations=expectations,
         tasks=tasks,
         metrics=metrics,
         heart=heart,
     )
     resets = PrefixCacheResets(core)
-    sessions = Sessions(table=table, endings=endings, handoff=handoff, metrics=metrics)
+    sessions = Sessions(table=table, endings=endings, handoff=handoff, expectations=expectations, metrics=metrics)
     return Engine(
         table=table,
         board=board,
@@ -198,6 +212,7 @@ def assemble(
             handoff=handoff,
             fetches=fetches,
             endings=endings,
+            expectations=expectations,
             core_peers=core_peers,
             tier=tier,
             metrics=metrics,
@@ -212,6 +227,7 @@ def assemble(
             submission=submission,
             sessions=sessions,
             handoff=handoff,
+            expectations=expectations,
             board=board,
             metrics=metrics,
         ),

@@ -9,10 +9,11 @@ from pdmesh.connector.checksums import PoolSums
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.messages import CoreReady, OfferPublished, OfferSealed, ReleaseOffer
-from pdmesh.engine.server.core_peers import Core
-from pdmesh.engine.server.identity import Identity
+from pdmesh.engine.server.core_peers import Core, CorePeers
+from pdmesh.engine.server.identity import Identity, pushes
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.outgoing_pushes import OutgoingPushes
 from pdmesh.engine.server.requests import RunningRequest
 from pdmesh.engine.server.transfer_params import offered
 from pdmesh.protocol.offers import OFFER_LEASE_S, EndedOffer, OfferTable, Reason
@@ -31,6 +32,7 @@ class Handoff:
         ready: CoreReady,
         secret: MeshSecret,
         core: Core,
+        core_peers: CorePeers,
         pool: KVPool,
         offers: OfferTable,
         board: LoadBoard,
@@ -58,11 +60,20 @@ class Handoff:
             sums=sums,
         )
         """Answers the peers that fetch; its `run` ends leases."""
+        self.pushes = OutgoingPushes(
+            ready=ready,
+            core=core,
+            core_peers=core_peers,
+            owner=self.owner,
+            offers=offers,
+            metrics=metrics,
+            is_enabled=pushes(ready, config),
+        )
 
     def open(self, running: RunningRequest, *, stock: bool) -> None:
         """Open an offer for a request: a stock one lives until it is fetched once, ours until the proxy lets it go."""
-        running.offer_id = secrets.token_hex(16)
         request = running.request
+        running.offer_id = request.offer_id or secrets.token_hex(16)
         self._offers.open(
             running.offer_id,
             request_id=request.request_id,
@@ -71,7 +82,12 @@ class Handoff:
             release_on_commit=stock,
             seal_within_s=request.deadline_s,
         )
+        self.pushes.opened(running.offer_id, len(request.token_ids))
         self.owner.settle()
+
+    def knows(self, offer_id: str) -> bool:
+        """Whether there is or was an offer of this name."""
+        return self._offers.knows(offer_id)
 
     def sealed(self, message: OfferSealed) -> None:
         """The core holds the whole prompt's blocks."""
@@ -153,6 +169,7 @@ class Handoff:
         """Give the blocks of an offer that ended back to the core."""
         self._sealed.pop(ended.offer_id, None)
         self.owner.publications.ended(ended.offer_id)
+        self.pushes.closed(ended.offer_id)
         self._core.send(ReleaseOffer(offer_id=ended.offer_id))
         self._metrics.offers_ended.inc(ended.reason)
         if ended.reason is Reason.EXPIRED:

@@ -5,12 +5,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from pdmesh import __version__
 from pdmesh.config import EngineConfig
 from pdmesh.engine.messages import CoreReady
 from pdmesh.errors import ConfigError
 from pdmesh.protocol import mesh_pb2 as pb
-from pdmesh.protocol.capabilities import OWN, capabilities_to_pb
+from pdmesh.protocol.capabilities import FIRST, OWN, Capabilities, capabilities_to_pb
 from pdmesh.protocol.exchange import description_to_pb
 from pdmesh.protocol.version import PROTOCOL_MIN, PROTOCOL_VERSION
 
@@ -75,13 +77,23 @@ def describe(identity: Identity, ready: CoreReady, config: EngineConfig) -> pb.E
         connectors=[name for name in config.connector if name in ready.connectors],
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_VERSION,
-        capabilities=capabilities_to_pb(OWN),
+        capabilities=capabilities_to_pb(capabilities(ready, config)),
         kv=description_to_pb(ready.description),
         version=__version__,
         num_blocks=ready.num_blocks,
         max_num_batched_tokens=ready.max_num_batched_tokens,
         max_num_seqs=ready.max_num_seqs,
     )
+
+
+def capabilities(ready: CoreReady, config: EngineConfig) -> Capabilities:
+    """Say what this engine can as it is configured."""
+    return msgspec.structs.replace(OWN, push=FIRST) if pushes(ready, config) else OWN
+
+
+def pushes(ready: CoreReady, config: EngineConfig) -> bool:
+    """Whether it takes part in pushes. Blocks of a sliding window are let go while a prompt is still computed."""
+    return config.kv_transfer_mode == "push" and bool(ready.push_connectors) and ready.keeps_history
 
 
 def engine_id_of(peer_id: str) -> str:

@@ -80,6 +80,13 @@ CORE_FAMILIES = (
     ("pdmesh_engine_steps", "Steps of the engine core.", True, "steps"),
     ("pdmesh_engine_max_step_tokens", "Most tokens that one step has had, tokens.", False, "max_step_tokens"),
     ("pdmesh_kv_blocks_used", "KV blocks referenced by requests or offers.", False, "num_blocks_used"),
+    (
+        "pdmesh_kv_blocks_quarantined",
+        "KV blocks that nobody wants and that a peer may still write.",
+        False,
+        "num_blocks_quarantined",
+    ),
+    ("pdmesh_pushed_tokens", "Prompt tokens found because they had been pushed here.", True, "pushed_tokens"),
     ("pdmesh_kv_blocks", "KV blocks in the pool.", False, "num_blocks"),
     ("pdmesh_offers_held", "Offers whose blocks the core holds.", False, "num_offers_held"),
 )
@@ -160,6 +167,14 @@ class EngineMetrics:
             "connector",
         )
         self.transfer_bytes = by("pdmesh_transfer_bytes", "Bytes pulled by this engine.", "connector", "source")
+        self.pushes_received = by(
+            "pdmesh_pushes_received", "Pushes that this engine was told to expect, by outcome.", "outcome", "reason"
+        )
+        self.pushes_over = by(
+            "pdmesh_pushes_over", "Expected pushes that nobody waits for any more, by why; claimed: used.", "why"
+        )
+        self.pushes_sent = by("pdmesh_pushes_sent", "Pushes by this engine, by outcome.", "outcome", "reason")
+        self.push_bytes = by("pdmesh_push_bytes", "Bytes pushed by and to this engine.", "direction")
         self.offers_ended = by("pdmesh_offers_ended", "Offers of this engine that ended, by how.", "reason")
         self.tier_lookups = by("pdmesh_tier_lookups", "Lookups in the tier, by outcome.", "outcome")
         self.tier_hit_blocks = counter("pdmesh_tier_hit_blocks", "Blocks that lookups found in the tier.")

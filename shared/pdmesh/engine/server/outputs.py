@@ -20,8 +20,10 @@ from pdmesh.engine.messages import (
     StepOutput,
     TransferEnded,
 )
+from pdmesh.engine.push_messages import PUSH_SOURCE, PushExpected, WritersShutOut
 from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.endings import Endings
+from pdmesh.engine.server.expectations import Expectations
 from pdmesh.engine.server.fetches import Fetches, HandoffStage
 from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.heart import Heart
@@ -60,6 +62,7 @@ class Outputs:
         handoff: Handoff,
         fetches: Fetches,
         endings: Endings,
+        expectations: Expectations,
         core_peers: CorePeers,
         tier: TierClient | None,
         metrics: EngineMetrics,
@@ -74,6 +77,7 @@ class Outputs:
         self._handoff = handoff
         self._fetches = fetches
         self._endings = endings
+        self._expectations = expectations
         self._core_peers = core_peers
         self._tier = tier
         self._metrics = metrics
@@ -100,6 +104,10 @@ class Outputs:
                     self._handoff.published(message)
                 case OwnBlockPulled():
                     self._probe.pulled(message)
+                case PushExpected():
+                    self._expectations.planned(message)
+                case WritersShutOut():
+                    self._expectations.writers.shut_out(message)
                 case PrefixCacheReset():
                     self._resets.done(message)
                 case CoreFailed():
@@ -110,6 +118,10 @@ class Outputs:
             self._publisher.publish(output.kv_events)
         for sealed in output.sealed:
             self._handoff.sealed(sealed)
+        for push in output.pushes:
+            self._handoff.pushes.report(push)
+        for landing in output.landings:
+            self._expectations.landed(landing)
         for transfer in output.transfers:
             self._transfer_ended(transfer)
         now, num_tokens = time.monotonic(), 0
@@ -140,7 +152,8 @@ class Outputs:
         running = fetch.running
         if message.committed and message.num_bytes:
             running.kv_bytes += message.num_bytes
-            running.kv_source = fetch.source
+            if running.kv_source != PUSH_SOURCE:
+                running.kv_source = fetch.source
         elif not message.committed and message.reason not in ABORT_REASONS:
             # A client that left is no fallback. What follows the colon names blocks: no label should.
             self._metrics.fallbacks.inc(message.reason.partition(":")[0])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from pdmesh.engine.push_messages import PUSH_SOURCE
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
 from pdmesh.protocol.ticket import request_digest
 
@@ -39,6 +40,8 @@ class RunningRequest:
     offer_id: str = ""
     stock_offer: bool = False
     """The offer is for vLLM's kv_transfer_params, not for a ticket."""
+    ticket_offer_id: str = ""
+    """The offer that its ticket names."""
     owes_commit: bool = False
     """The proxy holds a ticket's offer until it hears `kv_committed`."""
     fetch_failure: str = ""
@@ -79,6 +82,11 @@ class RunningRequest:
     def remaining_s(self) -> float:
         """Seconds left of its deadline."""
         return max(0.0, self.request.deadline_s - (time.monotonic() - self.arrived_s))
+
+    def note_pushed(self, num_bytes: int) -> None:
+        """Some of its KV was pushed here before it came."""
+        self.kv_bytes += num_bytes
+        self.kv_source = PUSH_SOURCE
 
     def commit(self) -> None:
         """Tell a proxy once that this engine needs its ticket's offer no longer."""

@@ -10,6 +10,7 @@ import grpc.aio
 
 from pdmesh.decoding import Undecodable
 from pdmesh.engine.server.endings import error_delta
+from pdmesh.engine.server.expectations import Expectations
 from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.metrics import EngineMetrics
@@ -19,6 +20,7 @@ from pdmesh.engine.server.submission import MAX_CHOICES, Submission
 from pdmesh.errors import InternalError, MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
+from pdmesh.protocol.pushes import expectation_from_pb
 from pdmesh.protocol.wire import delta_to_pb, request_from_pb
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
         submission: Submission,
         sessions: Sessions,
         handoff: Handoff,
+        expectations: Expectations,
         board: LoadBoard,
         metrics: EngineMetrics,
     ) -> None:
@@ -49,6 +52,7 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
         self._submission = submission
         self._sessions = sessions
         self._handoff = handoff
+        self._expectations = expectations
         self._board = board
         self._metrics = metrics
         self._closing = asyncio.Event()
@@ -108,6 +112,8 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
             async for frame in _messages(context):
                 for message in frame.requests:
                     self._submit(session, message)
+                for expectation in frame.expectations:
+                    self._expectations.expect(expectation_from_pb(expectation), session)
             session.finish()
         except Undecodable:
             session.end(Broken.STREAM)
@@ -130,6 +136,8 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
         async for message in _messages(context):
             for abort in message.aborts:
                 self._sessions.abort(session_id, abort.request_id, abort.choice)
+            for offer_id in message.withdraw_expectations:
+                self._sessions.withdraw(session_id, offer_id)
             for offer_id in message.release_offers:
                 self._handoff.release(offer_id)
             ended = [offer_id for offer_id in message.renew_offers if not self._handoff.renew(offer_id)]

@@ -6,6 +6,7 @@ import asyncio
 from enum import StrEnum
 
 from pdmesh.engine.server.endings import Endings
+from pdmesh.engine.server.expectations import Expectations
 from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RequestTable, Sink
@@ -75,9 +76,18 @@ class Session(Sink):
 class Sessions:
     """Open sessions by id. One data stream each; a second one under the same id replaces it."""
 
-    def __init__(self, *, table: RequestTable, endings: Endings, handoff: Handoff, metrics: EngineMetrics) -> None:
+    def __init__(
+        self,
+        *,
+        table: RequestTable,
+        endings: Endings,
+        handoff: Handoff,
+        expectations: Expectations,
+        metrics: EngineMetrics,
+    ) -> None:
         self._table = table
         self._endings = endings
+        self._expectations = expectations
         self._handoff = handoff
         self._metrics = metrics
         self._open: dict[str, Session] = {}
@@ -101,6 +111,7 @@ class Sessions:
             self._metrics.sessions_aborted.inc(why)
         for running in requests:
             self._endings.abort(running)
+        self._expectations.session_closed(session)
         for delta in session.discard():
             if delta.ticket:
                 self._handoff.release_ticket(delta.ticket)
@@ -109,6 +120,11 @@ class Sessions:
         """Let every data stream end once its proxy has all it is owed."""
         for session in self._open.values():
             session.finish()
+
+    def withdraw(self, session_id: str, offer_id: str) -> None:
+        """A proxy expects no push any more."""
+        if (session := self._open.get(session_id)) is not None:
+            self._expectations.withdraw(session, offer_id)
 
     def abort(self, session_id: str, request_id: str, choice: int) -> None:
         """Abort a choice, or with ALL_CHOICES a request, that a proxy no longer wants; unknown ones have ended already."""

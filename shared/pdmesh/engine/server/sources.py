@@ -122,6 +122,7 @@ class Sources:
 
     async def _from_ticket(self, running: RunningRequest) -> KVSource:
         ticket = unseal(running.request.ticket, self._secret)
+        running.ticket_offer_id = ticket.offer_id
         check_ticket(ticket, running, self._ready)
         target = Target(
             running=running,

@@ -17,6 +17,7 @@ from pdmesh.engine.block_key import block_keys, root_key
 from pdmesh.engine.messages import AddRequest, CoreReady
 from pdmesh.engine.server.core_peers import Core
 from pdmesh.engine.server.endings import Endings
+from pdmesh.engine.server.expectations import Expectations
 from pdmesh.engine.server.fetches import Tasks
 from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.heart import Heart
@@ -35,6 +36,7 @@ from pdmesh.errors import (
     Overloaded,
 )
 from pdmesh.protocol.messages import GenerateRequest, KVSource
+from pdmesh.protocol.pushes import OFFER_ID_CHARS, is_offer_id
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class Submission:
         handoff: Handoff,
         sources: Sources,
         endings: Endings,
+        expectations: Expectations,
         tasks: Tasks,
         metrics: EngineMetrics,
         heart: Heart,
@@ -79,6 +82,7 @@ class Submission:
         self._handoff = handoff
         self._sources = sources
         self._endings = endings
+        self._expectations = expectations
         self._tasks = tasks
         self._metrics = metrics
         self._heart = heart
@@ -98,6 +102,7 @@ class Submission:
         tokens = check_request(request, self._ready)
         if self._table.find(sink, request.request_id) is not None:
             raise InvalidRequest(f"request id {request.request_id!r} is running already", param="request_id")
+        self._check_offer_id(request)
         running = self._table.add(request, sink, self._endings.overdue)
         running.tokens = tokens
         if request.prefill_only or leg.offer:
@@ -128,16 +133,28 @@ class Submission:
                 retry_after_s=RETRY_AFTER_S,
             )
 
+    def _check_offer_id(self, request: GenerateRequest) -> None:
+        """Raise InvalidRequest for a name that cannot be an offer's here."""
+        if not request.offer_id:
+            return
+        if not request.prefill_only or not is_offer_id(request.offer_id):
+            raise InvalidRequest(
+                f"offer_id must be {OFFER_ID_CHARS} hexadecimal digits, with prefill_only", param="offer_id"
+            )
+        if self._handoff.knows(request.offer_id):
+            raise InvalidRequest("offer_id names an offer that there was before", param="offer_id")
+
     async def _submit_with_source(self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes]) -> None:
         running.owes_commit = bool(running.request.ticket)
         try:
             source = await self._sources.find(running, remote, keys)
+            push_id = await self._expectations.settled(running, running.ticket_offer_id)
             running.submission = None
             if running.fetch_failure:
                 running.commit()
             # The last prompt token is computed again only where stock parameters promise no first token.
             fetched_stock = source is not None and remote is not None and not running.fetch_failure
-            self._add(running, keys, source, recompute_last=fetched_stock)
+            self._add(running, keys, source, recompute_last=fetched_stock, push_id=push_id)
         except MeshError as exc:
             running.submission = None
             self._endings.fail(running, exc)
@@ -147,7 +164,13 @@ class Submission:
             self._endings.fail(running, InternalError(f"the request could not be submitted: {type(exc).__name__}"))
 
     def _add(
-        self, running: RunningRequest, keys: list[bytes], source: KVSource | None, *, recompute_last: bool
+        self,
+        running: RunningRequest,
+        keys: list[bytes],
+        source: KVSource | None,
+        *,
+        recompute_last: bool,
+        push_id: str = "",
     ) -> None:
         request = running.request
         running.in_core = True
@@ -159,6 +182,7 @@ class Submission:
                 source=source,
                 block_keys=keys,
                 recompute_last=recompute_last,
+                push_id=push_id,
                 store_to_tier=bool(self._config.kvcache) and self._config.enable_prefix_caching,
                 may_refetch=request.hand_back or self._sources.may_find_again(running),
             )

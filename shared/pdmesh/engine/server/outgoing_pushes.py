@@ -1,0 +1,221 @@
+"""The owner's end of pushes: answers `KVPeer.Push`, lets the core write, and says how far it is.
+
+A push begins on an offer that may still be open, and even a moment before its request is here, as proxy and consumer are not
+ordered. From the begin until the core's last word the offer table counts its writer: no block of the offer is given away, and
+whoever asks is told that it still writes. A push ends early when its transfer or its offer does.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from pdmesh.connector.base import PeerPool
+from pdmesh.connector.owner import PoolOwner
+from pdmesh.engine.messages import CoreReady
+from pdmesh.engine.push_messages import BeginPush, PushReport, StopPush
+from pdmesh.engine.server.attempts import reason_of
+from pdmesh.engine.server.core_peers import Core, CorePeers
+from pdmesh.engine.server.identity import engine_id_of
+from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.orderly_writes import OrderlyWrites
+from pdmesh.errors import MeshError, TransferFailed
+from pdmesh.protocol.offers import NUM_REMEMBERED, OfferTable
+from pdmesh.protocol.pushes import PushOrder, PushProgress, progress_to_pb
+from pdmesh.protocol.states import Reason, TransferState
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+# The prefill leg was sent at the same time: it comes within a round trip, or never.
+OPEN_WAIT_S = 2.0
+LOST = ("peer_lost", "error:", "timeout")
+"""How reasons begin after which a consumer is connected anew for the next push."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Outgoing:
+    transfer_id: str
+    offer_id: str
+    consumer_id: str
+    reports: "asyncio.Queue[PushReport]" = field(default_factory=asyncio.Queue)
+    is_told_to_stop: bool = False
+
+
+class OutgoingPushes:
+    """All pushes that this engine's core writes."""
+
+    def __init__(
+        self,
+        *,
+        ready: CoreReady,
+        core: Core,
+        core_peers: CorePeers,
+        owner: PoolOwner,
+        offers: OfferTable,
+        metrics: EngineMetrics,
+        is_enabled: bool,
+    ) -> None:
+        self._ready = ready
+        self._core = core
+        self._core_peers = core_peers
+        self._owner = owner
+        self._offers = offers
+        self._metrics = metrics
+        self._is_enabled = is_enabled
+        self._active: dict[str, _Outgoing] = {}
+        self._num_tokens: dict[str, int] = {}
+        """Of the prompts of offers that have not ended."""
+        self._opened = asyncio.Event()
+        self._attached: dict[str, bytes] = {}
+        """Consumer -> the metadata that it was connected with last."""
+        self._attaching = asyncio.Lock()
+        self._unsure: OrderedDict[str, None] = OrderedDict()
+        """Transfers of which bytes may be on their way to the consumer although this engine writes no more."""
+        owner.on_push = self.serve
+        owner.on_settled = self._stop_needless
+        owner.may_arrive = self._unsure.__contains__
+
+    def opened(self, offer_id: str, num_tokens: int) -> None:
+        """A prompt is computed for an offer from now on."""
+        self._num_tokens[offer_id] = num_tokens
+        opened, self._opened = self._opened, asyncio.Event()
+        opened.set()
+
+    def closed(self, offer_id: str) -> None:
+        """An offer has ended."""
+        self._num_tokens.pop(offer_id, None)
+
+    def report(self, report: PushReport) -> None:
+        """Take the core's word on how far a push is."""
+        push = self._active.get(report.transfer_id)
+        if push is None:
+            return
+        self._metrics.push_bytes.inc("sent", amount=report.num_bytes)
+        if report.ended:
+            del self._active[report.transfer_id]
+            self._metrics.pushes_sent.inc("failed" if report.reason else "written", report.reason.partition(":")[0])
+            if report.may_write:
+                self._unsure[push.transfer_id] = None
+                if len(self._unsure) > NUM_REMEMBERED:
+                    self._unsure.popitem(last=False)
+            if report.reason.startswith(LOST):
+                self._forget(push.consumer_id)
+            self._offers.stopped(push.transfer_id)
+            if report.reason:
+                self._offers.end(push.transfer_id, False, report.reason)
+            self._owner.settle()
+        push.reports.put_nowait(report)
+
+    async def serve(self, order: PushOrder, context: Context) -> None:
+        """Run one call of a consumer until all is written, it goes away, or there is nothing more to write."""
+        writes, peer_id = OrderlyWrites(context), self._owner.peer_id
+        try:
+            push = await self._begin(order)
+        except MeshError as exc:
+            self._metrics.pushes_sent.inc("refused", reason_of(exc))
+            await writes.write(progress_to_pb(PushProgress(peer_id=peer_id, ended=True, error=exc)))
+            return
+        try:
+            while True:
+                report = await push.reports.get()
+                error = TransferFailed(f"{report.reason}: the push was not finished") if report.reason else None
+                progress = PushProgress(peer_id=peer_id, num_blocks=report.num_blocks, ended=report.ended, error=error)
+                await writes.write(progress_to_pb(progress))
+                if report.ended:
+                    return
+        finally:
+            self._stop(push)
+            await writes.settle()
+
+    async def _begin(self, order: PushOrder) -> _Outgoing:
+        begin = order.begin
+        self._check(order)
+        await self._wait_opened(begin.offer_id)
+        await self._attach(order)
+        if begin.transfer_id in self._active:
+            raise TransferFailed(f"{Reason.TRANSFER_ENDED}: transfer {begin.transfer_id} is written already")
+        try:
+            self._offers.begin(
+                begin.transfer_id,
+                begin.consumer_id,
+                begin.offer_id,
+                begin.digest,
+                remaining_s=begin.remaining_s,
+                written=True,
+            )
+        finally:
+            self._owner.settle()
+        push = _Outgoing(transfer_id=begin.transfer_id, offer_id=begin.offer_id, consumer_id=begin.consumer_id)
+        self._active[begin.transfer_id] = push
+        self._core.send(
+            BeginPush(
+                transfer_id=begin.transfer_id,
+                offer_id=begin.offer_id,
+                peer_id=begin.consumer_id,
+                first_block=order.targets[0].first_block,
+                targets=[each.block_ids for each in order.targets],
+            )
+        )
+        return push
+
+    def _check(self, order: PushOrder) -> None:
+        """Raise TransferFailed for what this engine cannot or does not write."""
+        ready = self._ready
+        if not self._is_enabled or order.connector not in ready.push_connectors:
+            raise TransferFailed(f"no_push: this engine does not push over {order.connector or 'no connector'}")
+        groups = [each.group for each in order.targets]
+        shapes = {(each.first_block, len(each.block_ids)) for each in order.targets}
+        if groups != list(range(len(ready.layout_fingerprints))) or len(shapes) != 1 or not order.targets[0].block_ids:
+            raise TransferFailed("mismatch: the targets must be one list for each group, all of one shape")
+        if order.block_bytes != ready.block_bytes:
+            raise TransferFailed(
+                f"mismatch: blocks of {order.block_bytes} bytes are expected, this engine's have {ready.block_bytes}"
+            )
+
+    async def _wait_opened(self, offer_id: str) -> None:
+        try:
+            async with asyncio.timeout(OPEN_WAIT_S):
+                while offer_id not in self._num_tokens:
+                    await self._opened.wait()
+        except TimeoutError:
+            raise TransferFailed(f"{Reason.UNKNOWN}: offer {offer_id} is not held here") from None
+
+    async def _attach(self, order: PushOrder) -> None:
+        """Have the consumer's pool connected, as it is reached now."""
+        consumer_id, targets = order.begin.consumer_id, order.targets[0]
+        num_full = self._num_tokens.get(order.begin.offer_id, 0) // self._ready.block_size
+        if targets.first_block + len(targets.block_ids) > num_full:
+            raise TransferFailed(f"mismatch: the prompt of the offer has {num_full} full blocks")
+        async with self._attaching:
+            if self._attached.get(consumer_id) == order.metadata:
+                return
+            for known in [each for each in self._attached if engine_id_of(each) == engine_id_of(consumer_id)]:
+                self._forget(known)
+            pool = PeerPool(
+                peer_id=consumer_id,
+                metadata=order.metadata,
+                num_blocks=order.num_blocks,
+                block_bytes=order.block_bytes,
+            )
+            await self._core_peers.attach(pool, order.connector)
+            self._attached[consumer_id] = order.metadata
+
+    def _forget(self, consumer_id: str) -> None:
+        if self._attached.pop(consumer_id, None) is not None:
+            self._core_peers.detach(consumer_id)
+
+    def _stop_needless(self) -> None:
+        """Stop writing for transfers that have ended, and out of offers that nobody needs any more."""
+        for push in list(self._active.values()):
+            is_read = self._offers.outcome_of(push.transfer_id) is TransferState.READING
+            if not is_read or not self._offers.is_live(push.offer_id):
+                self._stop(push)
+
+    def _stop(self, push: _Outgoing) -> None:
+        if push.transfer_id in self._active and not push.is_told_to_stop:
+            push.is_told_to_stop = True
+            self._core.send(StopPush(transfer_id=push.transfer_id))

@@ -1,0 +1,99 @@
+"""Who may still write into this pool: an owner whose push broke off is asked until it says that it has stopped, or is shut out.
+
+Only the very process that wrote can say so, and only once it knows of the transfer's end. One that has gone, that another
+start has replaced, or that stays silent is made unable to write: the connector withdraws what writers reach the pool by. The
+clock decides when that is done, never that it need not be.
+"""
+
+import asyncio
+import logging
+import time
+from enum import Enum, auto
+
+from pdmesh.connector.peers import PeerDirectory
+from pdmesh.engine.push_messages import ShutOutWriters, WritersShutOut
+from pdmesh.engine.server.core_peers import Core
+from pdmesh.errors import MeshError
+from pdmesh.protocol.transfers import Ended
+
+log = logging.getLogger(__name__)
+
+# A living owner answers at once; shutting out costs the pulls that are under way over the connector.
+ASK_FOR_S = 5.0
+FIRST_PAUSE_S = 0.1
+LAST_PAUSE_S = 1.0
+REACH_TIMEOUT_S = 2.0
+SHUT_OUT_TIMEOUT_S = 30.0
+ABORTED = "aborted"
+
+
+class _Word(Enum):
+    STOPPED = auto()
+    NONE = auto()
+    """No answer, or that it still writes."""
+    NEVER = auto()
+    """Another process is in its place."""
+
+
+class Writers:
+    """Gets the word of writers that ended without one."""
+
+    def __init__(self, *, core: Core, peers: PeerDirectory, connector: str) -> None:
+        self._core = core
+        self._peers = peers
+        self._connector = connector
+        self._turn = asyncio.Lock()
+        self._answer: asyncio.Future[None] | None = None
+        self.num_shut_out = 0
+        """Times that all writers were, or begin to be, shut out."""
+
+    async def stop(self, owner_id: str, address: str, transfer_id: str, num_shut_out: int) -> None:
+        """Return when the owner writes nothing more for a transfer, that was begun after so many times of shutting out."""
+        ask_until_s, pause_s = time.monotonic() + ASK_FOR_S, FIRST_PAUSE_S
+        while self.num_shut_out == num_shut_out:
+            word = await self._ask(owner_id, address, transfer_id)
+            if word is _Word.STOPPED:
+                return
+            if word is _Word.NEVER or time.monotonic() >= ask_until_s:
+                log.warning("%s does not say that it has stopped writing here: all writers are shut out", owner_id)
+                break
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        await self._shut_out(num_shut_out)
+
+    def shut_out(self, message: WritersShutOut) -> None:
+        """Deliver the core's answer."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(None)
+
+    async def _ask(self, owner_id: str, address: str, transfer_id: str) -> _Word:
+        if (ended := await self._peers.end(owner_id, transfer_id, False, ABORTED)) is None:
+            try:
+                peer = await self._peers.reach(address, REACH_TIMEOUT_S)
+            except MeshError:
+                return _Word.NONE
+            if peer.peer_id != owner_id:
+                return _Word.NEVER
+            ended = await self._peers.end(owner_id, transfer_id, False, ABORTED)
+        return _word_of(ended, owner_id)
+
+    async def _shut_out(self, num_shut_out: int) -> None:
+        """Have the core shut all writers out, unless that was begun since the transfer was."""
+        async with self._turn:
+            while self.num_shut_out == num_shut_out:
+                self.num_shut_out += 1
+                self._answer = asyncio.get_running_loop().create_future()
+                self._core.send(ShutOutWriters(connector=self._connector))
+                try:
+                    async with asyncio.timeout(SHUT_OUT_TIMEOUT_S):
+                        await self._answer
+                except TimeoutError:
+                    log.error("writers could not be shut out within %.0f s; trying again", SHUT_OUT_TIMEOUT_S)
+                    self.num_shut_out = num_shut_out
+
+
+def _word_of(ended: Ended | None, owner_id: str) -> _Word:
+    if ended is None or ended.writing:
+        return _Word.NONE
+    # Another start of the owner knows nothing of what the one before still writes.
+    return _Word.STOPPED if ended.peer_id == owner_id else _Word.NEVER
