@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pdmesh.config import EngineConfig, load_config
+from pdmesh.connector.options import NixlOptions, connector_options
 from pdmesh.engine.kv_transfer_config import (
     CONNECTORS,
     FOREIGN_CONNECTORS,
@@ -210,10 +211,19 @@ def test_a_flag_that_says_the_same_is_no_contradiction() -> None:
     assert resolve_kv_transfer(configured(NIXL, connector=["nixl"])).connector == ["nixl"]
 
 
+def test_num_threads_becomes_an_option_of_nixl_beside_those_that_are_there() -> None:
+    config = configured(NIXL | {EXTRA: {"num_threads": 4}}, connector_options='{"nixl": {"ucx_tls": "tcp"}, "shm": {}}')
+    resolved = resolve_kv_transfer(config)
+    assert connector_options(resolved.connector_options)["nixl"] == NixlOptions(num_threads=4, ucx_tls="tcp")
+    assert resolve_kv_transfer(resolved) == resolved
+    assert 'connector-options {"nixl": {"num_threads": 4}}' in kv_transfer_lines(config)[0]
+    message = refused(NIXL | {EXTRA: {"num_threads": 4}}, connector_options='{"nixl": {"num_threads": 2}}')
+    assert "contradicts connector-options nixl.num_threads 2" in message
+
+
 def test_keys_without_effect_are_named_and_change_nothing() -> None:
     outer = {"kv_ip": "10.0.0.1", "kv_port": 14579, "kv_rank": 0, "kv_parallel_size": 2, "kv_buffer_size": 1e9}
     inner = {
-        "num_threads": 4,
         "num_workers": 10,
         "decoder_kv_blocks_ttl": 480,
         "kv_recompute_threshold": 64,

@@ -1,6 +1,7 @@
 """What `--kv-transfer-config` says: vLLM's JSON for its KV transfers, turned into settings of ours before anything starts."""
 
 import functools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -17,6 +18,7 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 SETTING = "kv-transfer-config"
 MULTI = "MultiConnector"
 EXTRA = "kv_connector_extra_config"
+OPTIONS = "connector_options"
 CONNECTORS = {
     "NixlConnector": "nixl",
     "NixlPullConnector": "nixl",
@@ -53,7 +55,6 @@ WITHOUT_EFFECT = {
     "kv_rank": _NO_RANKS,
     "kv_parallel_size": _NO_RANKS,
     "kv_buffer_size": "KV is read where it lies, without a buffer between; see kv-cache-memory-bytes",
-    "num_threads": "NIXL has one thread here, in a process of its own",
     "num_workers": "of MooncakeConnector; here connector-options has mooncake.num_connections",
     "decoder_kv_blocks_ttl": _NO_BIDIRECTIONAL,
     "kv_recompute_threshold": _NO_BIDIRECTIONAL,
@@ -126,7 +127,7 @@ def resolve_kv_transfer(config: EngineConfigT) -> EngineConfigT:
     wanted, _ = _read(config.kv_transfer_config)
     for each in wanted.values():
         own = getattr(config, each.setting)
-        if each.setting in config.model_fields_set and own != each.value:
+        if each.setting != OPTIONS and each.setting in config.model_fields_set and own != each.value:
             raise ConfigError(
                 f"{SETTING}: {each} contradicts {each.setting.replace('_', '-')} {_shown(own)}: give one of them, or the "
                 "same to both"
@@ -134,7 +135,24 @@ def resolve_kv_transfer(config: EngineConfigT) -> EngineConfigT:
     if not wanted:
         return config
     values = {each.setting: each.value for each in wanted.values()}
+    if OPTIONS in wanted:
+        values[OPTIONS] = _merged(config.connector_options, wanted[OPTIONS])
     return type(config).model_validate(config.model_dump(exclude_unset=True) | values)
+
+
+def _merged(own: str, wanted: "_Wanted") -> str:
+    """Put what the JSON says of connectors' options beside what is configured of them."""
+    options = parse_object("connector-options", own) if own.strip() else {}
+    for name, values in wanted.value.items():
+        known = options.setdefault(name, {})
+        for key, value in values.items():
+            # What is no object, or no number, is refused where options are read.
+            if isinstance(known, dict) and known.setdefault(key, value) != value:
+                raise ConfigError(
+                    f"{SETTING}: {wanted} contradicts connector-options {name}.{key} {known[key]}: give one of them, or the "
+                    "same to both"
+                )
+    return json.dumps(options)
 
 
 def kv_transfer_lines(config: EngineConfig) -> list[str]:
@@ -238,6 +256,8 @@ def _wanted(values: Settings, path: str) -> Iterator[_Wanted]:
     for key, setting in SETTINGS.items():
         if (value := getattr(values, key, None)) is not None:
             yield _Wanted(setting, value, f"{path}{key}")
+    if isinstance(values, ExtraConfig) and values.num_threads is not None:
+        yield _Wanted(OPTIONS, {"nixl": {"num_threads": values.num_threads}}, f"{path}num_threads")
 
 
 def _given(values: Settings) -> list[str]:
@@ -245,6 +265,8 @@ def _given(values: Settings) -> list[str]:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
     if isinstance(value, list):
         return ",".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
