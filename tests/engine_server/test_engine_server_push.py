@@ -25,6 +25,7 @@ from pdmesh.protocol.pushes import PushOrder, PushProgress, order_to_pb, progres
 from pdmesh.protocol.ticket import request_digest
 from pdmesh.protocol.transfers import Begin
 from pdmesh.security import MeshSecret
+from pdmesh_kernels.block_sum import sum_blocks
 from support.mesh import Service, start
 from support.pool_node import make_pool
 
@@ -126,6 +127,8 @@ def test_all_full_blocks_of_a_sealed_offer_are_written_once_asked_for(
     changed = {int(each) for each in np.flatnonzero((consumer.pool.blocks != before).any(axis=1))}
     assert changed == {10, 11, 12, 13, 14}
     assert len({consumer.pool.blocks[each].tobytes() for each in changed}) == 5
+    told = [each for progress in said for each in (progress.checksums[0] if progress.checksums else [])]
+    assert told == sum_blocks(consumer.pool.blocks, [10, 11, 12, 13, 14]).tolist()
     ended = consumer.end("t1")
     assert (ended.known, ended.outcome, ended.writing, ended.peer_id) == (True, "aborted", False, said[-1].peer_id)
 

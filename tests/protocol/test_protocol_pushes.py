@@ -41,7 +41,7 @@ ORDER = pushes.PushOrder(
     num_blocks=64,
     block_bytes=4096,
 )
-PROGRESS = pushes.PushProgress(peer_id="prefill-1@7", num_blocks=5, ended=True)
+PROGRESS = pushes.PushProgress(peer_id="prefill-1@7", num_blocks=5, checksums=[[7, (1 << 64) - 1]], ended=True)
 
 
 def test_all_that_is_said_comes_back_as_it_was() -> None:

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from pdmesh.protocol.messages import GroupBlocks
+
 PUSH_SOURCE = "push"
 """`kv_source` of what found KV that was pushed here."""
 INVALID = "invalid"
@@ -71,6 +73,8 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """So many of the first targets of each group are written."""
     num_bytes: int = 0
     """Written since the last report."""
+    sources: list[GroupBlocks] = []
+    """The own blocks that these were written from."""
     ended: bool = False
     """Nothing is written any more."""
     reason: str = ""

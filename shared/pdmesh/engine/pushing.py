@@ -11,6 +11,7 @@ from pdmesh.connector.ledger import BlockLists
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.push_messages import INVALID, BeginPush, PushReport
 from pdmesh.engine.request import Sequence
+from pdmesh.protocol.messages import GroupBlocks
 
 # A write of some chunks takes milliseconds; a peer that takes longer is better left to pull.
 WRITE_TIMEOUT_S = 30.0
@@ -25,6 +26,9 @@ class _Outgoing:
     order: BeginPush
     num_ordered: int = 0
     """Blocks of each group, from the first target on, that writes were begun for."""
+    num_reported: int = 0
+    sources: list[GroupBlocks] = field(default_factory=list)
+    """Of each group, the own blocks that writes were begun for."""
     num_writes: int = 0
     writes: dict[str, int] = field(default_factory=dict)
     """Those under way: the place, among the targets, of the first block of each."""
@@ -131,6 +135,8 @@ class Pushing:
         write_id = f"{order.transfer_id}.{push.num_writes}"
         state.kv.prompts.acquire(sources)
         state.ledger.keep_pushed(write_id, sources)
+        described = state.kv.describe(sources)
+        push.sources = [_joined(*pair) for pair in zip(push.sources, described, strict=True)] if start else described
         push.num_writes += 1
         push.num_ordered = end
         push.writes[write_id] = start
@@ -163,8 +169,22 @@ class Pushing:
                 transfer_id=transfer_id,
                 num_blocks=push.num_written,
                 num_bytes=num_bytes,
+                sources=[_part(each, push.num_reported, push.num_written) for each in push.sources],
                 ended=ended,
                 reason=push.reason,
                 may_write=push.may_write,
             )
         )
+        push.num_reported = push.num_written
+
+
+def _joined(one: GroupBlocks, more: GroupBlocks) -> GroupBlocks:
+    return GroupBlocks(
+        group=one.group, block_ids=one.block_ids + more.block_ids, generations=one.generations + more.generations
+    )
+
+
+def _part(blocks: GroupBlocks, start: int, end: int) -> GroupBlocks:
+    return GroupBlocks(
+        group=blocks.group, block_ids=blocks.block_ids[start:end], generations=blocks.generations[start:end]
+    )

@@ -1242,6 +1242,7 @@ class PushProgress(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    CHECKED_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     PEER_ID_FIELD_NUMBER: _builtins.int
@@ -1252,6 +1253,10 @@ class PushProgress(_message.Message):
     peer_id: _builtins.str
     """of who writes"""
     @_builtins.property
+    def checked(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockList]:
+        """what the targets that are new since the last message sum to; empty: not known, not checked"""
+
+    @_builtins.property
     def error(self) -> Global___ErrorInfo:
         """why it ended before all was written"""
 
@@ -1259,13 +1264,14 @@ class PushProgress(_message.Message):
         self,
         *,
         num_blocks: _builtins.int = ...,
+        checked: _abc.Iterable[Global___BlockList] | None = ...,
         ended: _builtins.bool = ...,
         error: Global___ErrorInfo | None = ...,
         peer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "error", b"error", "num_blocks", b"num_blocks", "peer_id", b"peer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked", b"checked", "ended", b"ended", "error", b"error", "num_blocks", b"num_blocks", "peer_id", b"peer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

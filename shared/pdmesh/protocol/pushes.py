@@ -4,7 +4,7 @@ A push is a transfer that its owner writes: while prefill computes a prompt, ful
 decode that will go on with it. The proxy tells decode what to expect; decode names blocks of its own and begins the transfer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdmesh.errors import MeshError
 from pdmesh.protocol import mesh_pb2 as pb
@@ -54,6 +54,8 @@ class PushProgress:
     peer_id: str
     num_blocks: int = 0
     """So many of the first targets of each group hold their content, and will not be written again."""
+    checksums: list[list[int]] = field(default_factory=list)
+    """Of each group: what those sum to that are new since the last word. Empty: not known, not checked."""
     ended: bool = False
     """Nothing is written any more, whatever happens."""
     error: MeshError | None = None
@@ -114,7 +116,12 @@ def order_from_pb(message: pb.PushRequest) -> PushOrder:
 
 def progress_to_pb(progress: PushProgress) -> pb.PushProgress:
     """Encode an owner's word."""
-    message = pb.PushProgress(peer_id=progress.peer_id, num_blocks=progress.num_blocks, ended=progress.ended)
+    message = pb.PushProgress(
+        peer_id=progress.peer_id,
+        num_blocks=progress.num_blocks,
+        checked=[pb.BlockList(group=group, checksums=sums) for group, sums in enumerate(progress.checksums)],
+        ended=progress.ended,
+    )
     if progress.error is not None:
         message.error.CopyFrom(error_to_pb(progress.error))
     return message
@@ -125,6 +132,7 @@ def progress_from_pb(message: pb.PushProgress) -> PushProgress:
     return PushProgress(
         peer_id=message.peer_id,
         num_blocks=message.num_blocks,
+        checksums=[list(each.checksums) for each in message.checked],
         ended=message.ended,
         error=error_from_pb(message.error) if message.HasField("error") else None,
     )

@@ -182,6 +182,7 @@ def assemble(
         owner=handoff.owner,
         tasks=tasks,
         metrics=metrics,
+        pool=pool if config.kv_checksums else None,
         is_enabled=pushes(ready, config),
     )
     submission = Submission(

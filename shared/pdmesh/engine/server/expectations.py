@@ -13,9 +13,11 @@ from enum import StrEnum
 
 import grpc.aio
 
+from pdmesh.connector.active import PullEnd
 from pdmesh.connector.handshake import Peer, translated
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.peers import PeerDirectory
+from pdmesh.connector.pool import KVPool
 from pdmesh.engine.messages import CoreReady
 from pdmesh.engine.push_messages import (
     ALL_CACHED,
@@ -37,10 +39,11 @@ from pdmesh.engine.server.writers import Writers
 from pdmesh.errors import MeshError, TransferFailed
 from pdmesh.protocol.exchange import Exchange
 from pdmesh.protocol.messages import GroupBlocks
-from pdmesh.protocol.pushes import Expectation, PushOrder, is_offer_id, order_to_pb, progress_from_pb
+from pdmesh.protocol.pushes import Expectation, PushOrder, PushProgress, is_offer_id, order_to_pb, progress_from_pb
 from pdmesh.protocol.ticket import request_digest
 from pdmesh.protocol.transfers import Begin
 from pdmesh.security import MeshSecret
+from pdmesh_kernels.block_sum import sum_blocks
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +106,10 @@ class Expectations:
         owner: PoolOwner,
         tasks: Tasks,
         metrics: EngineMetrics,
+        pool: KVPool | None,
         is_enabled: bool,
     ) -> None:
+        """`pool`: to sum what arrives; None: it is not checked."""
         self._identity = identity
         self._ready = ready
         self._secret = secret
@@ -113,6 +118,7 @@ class Expectations:
         self._owner = owner
         self._tasks = tasks
         self._metrics = metrics
+        self._pool = pool
         self._connector = ready.push_connectors[0] if is_enabled and ready.push_connectors else ""
         self._by_offer: dict[str, Expected] = {}
         self._by_transfer: dict[str, Expected] = {}
@@ -260,6 +266,7 @@ class Expectations:
                 if progress.peer_id != expectation.owner_id:
                     raise TransferFailed(f"restarted: {expectation.owner_address} is {progress.peer_id}")
                 if progress.num_blocks > expected.num_blocks:
+                    await self._check(plan, expected.num_blocks, progress)
                     expected.num_blocks = progress.num_blocks
                     self._core.send(PushArrived(transfer_id=expected.transfer_id, num_blocks=progress.num_blocks))
                 if progress.error is not None:
@@ -271,6 +278,15 @@ class Expectations:
             call.cancel()
         if not expected.is_stopped:
             raise TransferFailed("peer_lost: the owner's stream ended early")
+
+    async def _check(self, plan: PushExpected, start: int, progress: PushProgress) -> None:
+        """Raise TransferFailed when the blocks that are new do not sum to what the owner's do."""
+        if not progress.checksums or self._pool is None:
+            return
+        for blocks, wanted in zip(plan.blocks, progress.checksums, strict=True):
+            sums = await asyncio.to_thread(sum_blocks, self._pool.blocks, blocks[start : progress.num_blocks])
+            if sums.tolist() != wanted:
+                raise TransferFailed(f"{PullEnd.CORRUPT}: blocks came otherwise than they were written")
 
     def _received(self, expected: Expected, receiving: asyncio.Task[None]) -> None:
         """Nothing more comes of the stream: see to it that the writer has stopped."""

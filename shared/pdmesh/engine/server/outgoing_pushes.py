@@ -23,6 +23,7 @@ from pdmesh.engine.server.identity import engine_id_of
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.orderly_writes import OrderlyWrites
 from pdmesh.errors import MeshError, TransferFailed
+from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import NUM_REMEMBERED, OfferTable
 from pdmesh.protocol.pushes import PushOrder, PushProgress, progress_to_pb
 from pdmesh.protocol.states import Reason, TransferState
@@ -123,13 +124,26 @@ class OutgoingPushes:
             while True:
                 report = await push.reports.get()
                 error = TransferFailed(f"{report.reason}: the push was not finished") if report.reason else None
-                progress = PushProgress(peer_id=peer_id, num_blocks=report.num_blocks, ended=report.ended, error=error)
+                progress = PushProgress(
+                    peer_id=peer_id,
+                    num_blocks=report.num_blocks,
+                    checksums=await self._sums(report.sources),
+                    ended=report.ended,
+                    error=error,
+                )
                 await writes.write(progress_to_pb(progress))
                 if report.ended:
                     return
         finally:
             self._stop(push)
             await writes.settle()
+
+    async def _sums(self, sources: list[GroupBlocks]) -> list[list[int]]:
+        """What has been written sums to here; empty where nothing is summed."""
+        if self._owner.sums is None or not sources or not sources[0].block_ids:
+            return []
+        num_tokens = len(sources[0].block_ids) * self._ready.block_size
+        return [each.checksums for each in await self._owner.sums.of(sources, num_tokens)]
 
     async def _begin(self, order: PushOrder) -> _Outgoing:
         begin = order.begin
