@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,11 @@ def _lines(path: Path, latest: dict[str, dict[str, Any]]) -> Iterator[str]:
     cells = all_cells()
     run = [latest[cell.name] for cell in cells if cell.name in latest]
     passed = sum(each["passed"] for each in run)
-    commits = sorted({each["commit"] for each in run})
+    commits = Counter(each["commit"] for each in run).most_common()
     yield INTRODUCTION
-    yield f"Run on {path.stem} at {', '.join(f'`{commit}`' for commit in commits)}: {passed} of {len(cells)} cells passed, "
-    yield f"{len(run) - passed} failed, {len(cells) - len(run)} were not run."
+    yield f"Run on {path.stem}: {passed} of {len(cells)} cells passed, {len(run) - passed} failed,"
+    yield f"{len(cells) - len(run)} were not run."
+    yield f"Their commits: {', '.join(f'`{commit}` ({count})' for commit, count in commits)}; a cell's own is in the results."
     for policy, (title, text) in TITLES.items():
         yield from ("", f"## {title}", "", text, "")
         yield "| | " + " | ".join(COLUMNS) + " |"
