@@ -222,6 +222,8 @@ def _slow_down(scene: Scene) -> bool:
 
 def _fetched(scene: Scene) -> None:
     known = {node.name: contents(node) for node in scene.stage.prefills}
+    # It is asked while it can answer.
+    scene.decode.pool_shape()
     _mid_fetch(scene)
     assert scene.prefill is not None
     offered, num_blocks = contents(scene.prefill) - known[scene.prefill.name], len(scene.body["prompt"]) // BLOCK_TOKENS
