@@ -60,7 +60,8 @@ def _lines(path: Path, latest: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield INTRODUCTION
     yield f"Run on {path.stem}: {passed} of {len(cells)} cells passed, {len(run) - passed} failed,"
     yield f"{len(cells) - len(run)} were not run."
-    yield f"Their commits: {', '.join(f'`{commit}` ({count})' for commit, count in commits)}; a cell's own is in the results."
+    yield f"Their commits: {', '.join(f'`{commit}` ({count})' for commit, count in commits)}; a cell's own is in the"
+    yield "[results](../tests/faults/results). `+changes`: with what was uncommitted there at that moment."
     for policy, (title, text) in TITLES.items():
         yield from ("", f"## {title}", "", text, "")
         yield "| | " + " | ".join(COLUMNS) + " |"
