@@ -684,3 +684,20 @@ def test_an_owner_whose_connection_broke_is_kept_when_it_still_lives(monkeypatch
                 relay.cut()
 
     asyncio.run(scenario())
+
+
+def test_a_peer_that_is_lost_before_the_question_who_it_is_costs_its_successor_nothing() -> None:
+    """The question met a closed channel: a traceback in the log, and in a request that had asked."""
+
+    async def scenario() -> None:
+        half = Half()
+        async with owning("owner@1") as owner, directory(half) as peers:
+            peer = await peers.reach(owner.address, 5)
+            peers.forget(peer.peer_id)
+            await asyncio.sleep(0.1)
+            await peers._probe(peer)
+            again = await peers.confirm(peer, 5)
+            assert again is not peer
+            assert again.peer_id == "owner@1"
+
+    asyncio.run(scenario())

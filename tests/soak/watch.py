@@ -7,6 +7,7 @@ import os
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +15,7 @@ import psutil
 from soak.fleet import Fleet, Member
 from soak.schedule import Part
 
+ROOT = Path(__file__).parents[2]
 LEASE_S = 10.0
 STAGING = "/memfd:pdmesh-kv-staging"
 """A core's own, which it lends to nobody."""
@@ -109,7 +111,7 @@ class Watch:
         self.problems += [f"left running: {line}" for line in self._fleet.leaked]
         self.problems += [f"{m.name}: {line}" for m in self._fleet.members.values() for line in m.strange_ends]
         for path in sorted(self._fleet.folder.glob("*/*.log")):
-            text = path.read_text(errors="replace")
+            text = path.read_text(errors="replace").replace(f"{ROOT}/", "")
             if (at := text.find("Traceback (most recent call last)")) >= 0:
                 self.problems.append(f"{path.parent.name}/{path.name}: {text[max(0, at - 300) : at + 1500]}")
 

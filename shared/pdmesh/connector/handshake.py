@@ -124,6 +124,9 @@ class Greeter:
             reply: pb.HandshakeReply = await stub.Handshake(
                 request, timeout=min(HANDSHAKE_TIMEOUT_S, deadline_s), metadata=self._secret.call_metadata()
             )
+        except grpc.aio.UsageError as exc:
+            # The peer was lost, and its channel closed, before the question was put.
+            raise PeerUnavailable(f"{address} was lost") from exc
         except grpc.aio.AioRpcError as exc:
             raise translated(exc, address) from exc
         agree(reply.protocol, reply.protocol, peer=reply.peer_id)
@@ -197,6 +200,8 @@ def is_gone(error: MeshError) -> bool:
     if isinstance(error, HandshakeRefused):
         return True
     cause = error.__cause__
+    if isinstance(cause, grpc.aio.UsageError):
+        return True
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAVAILABLE
 
 

@@ -361,6 +361,8 @@ class PeerDirectory:
         try:
             is_same = (await self._greeter.ask(peer.stub, peer.address)).reply.peer_id == peer.peer_id
         except MeshError as exc:
+            if not self.knows(peer):
+                return
             log.warning("%s is given up: %s", peer.peer_id, exc.message)
             is_same = False
             if isinstance(exc, PeerUnavailable):
