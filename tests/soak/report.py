@@ -89,6 +89,7 @@ class Report:
                     if failures
                     else ["No failures."]
                 ),
+                *(["", *self.notes] if self.notes else []),
                 "",
             ]
         )
