@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from pdmesh_proxy.metrics import ProxyMetrics
+from pdmesh_proxy.offers import HeldOffer, HeldOffers
+from pdmesh_proxy.running import RunningRequest
 from support.fake_engine import Behaviour, FakeEngine, expected_tokens
 from support.fake_mesh import PROMPT, FakeMesh, fake_mesh, token_request, tokens_of, until
 
@@ -133,3 +138,24 @@ def test_what_ends_in_time_or_has_nowhere_to_go_runs_to_its_end(step_s: float, w
             assert busy.aborts == []
 
     asyncio.run(scenario())
+
+
+def test_a_kept_offer_that_is_wanted_again_is_not_given_back_meanwhile() -> None:
+    """Its time went on while the next decode was on its way to it, so that this one found it released."""
+    offers, offer = HeldOffers(), HeldOffer(offer_id="o", ticket=b"", peer_id="p@1")
+    offers.hold(offer)
+    offers.keep(offer, 0.0)
+    offers.need(offer)
+    assert not offers.release_kept()
+    assert offer.live
+    offers.keep(offer, 0.0)
+    assert offers.release_kept(overdue_only=True)
+    assert not offer.live
+
+
+def test_engines_cannot_make_series_of_their_own_out_of_where_kv_came_from() -> None:
+    metrics = ProxyMetrics(CollectorRegistry())
+    run = SimpleNamespace(_metrics=metrics, trace=SimpleNamespace(preempted=[]))
+    for source in ("tier", "who-knows-1", "who-knows-2"):
+        RunningRequest.note_return(run, source)  # type: ignore[arg-type]
+    assert run.trace.preempted == ["tier", "other", "other"]

@@ -146,6 +146,10 @@ class Endpoint:
         self._offers.keep(offer, self._settings.keep_offers_s)
         return True
 
+    def need(self, offer: HeldOffer) -> None:
+        """An offer that was only kept is to be fetched again."""
+        self._offers.need(offer)
+
     def release(self, offer: HeldOffer) -> None:
         """Give an offer back; without a session its lease ends it."""
         if self._offers.release(offer) and self._connected is not None:

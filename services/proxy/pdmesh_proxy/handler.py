@@ -167,6 +167,7 @@ class MeshGenerator(Generator):
             return LegKind.PREFILL, decision.prefill
         assert decision.decode is not None
         if decision.reason is Reason.HANDOFF:
+            run.need_offer()
             return LegKind.DECODE, decision.decode
         self._count_fallback(run, decision.reason)
         run.release_offer()

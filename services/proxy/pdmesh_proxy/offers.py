@@ -56,6 +56,10 @@ class HeldOffers:
         if offer.live:
             self._kept_until_s[offer.offer_id] = time.monotonic() + seconds
 
+    def need(self, offer: HeldOffer) -> None:
+        """One that was only kept is wanted again: neither time nor pressure gives it back."""
+        self._kept_until_s.pop(offer.offer_id, None)
+
     def release_kept(self, *, overdue_only: bool = False) -> bool:
         """Give back those that are only kept; says whether there is something to tell the engine."""
         now = time.monotonic()

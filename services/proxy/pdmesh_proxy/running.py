@@ -25,10 +25,11 @@ from pdmesh_proxy.view import EngineView
 MAX_HAND_BACKS = 2
 # Engines bound request ids; a client's own may be as long as it likes.
 MAX_SHOWN_ID_CHARS = 200
-
-
 RETURNED = "preempted:"
 """How `kv_source` begins of a choice that has lost its KV and runs again."""
+# Engines say where from: what else comes must not become a series of its own.
+RETURN_SOURCES = frozenset({"local", "tier", "offer", "prefill", "recompute"})
+OTHER = "other"
 
 
 class LegKind(StrEnum):
@@ -237,6 +238,11 @@ class RunningRequest:
         if self.offer is None or self._offer_endpoint is None or not self._offer_endpoint.keep(self.offer):
             self.release_offer()
 
+    def need_offer(self) -> None:
+        """Another decode is about to fetch what may only have been kept."""
+        if self.offer is not None and self._offer_endpoint is not None:
+            self._offer_endpoint.need(self.offer)
+
     def expect(self, expectation: HeldExpectation | None) -> None:
         """Own an expectation, in the place of the one before."""
         before, self.expectation = self.expectation, expectation
@@ -263,6 +269,7 @@ class RunningRequest:
 
     def note_return(self, source: str) -> None:
         """Count that a preempted choice runs again, and where its KV came from."""
+        source = source if source in RETURN_SOURCES else OTHER
         self._metrics.preempted.labels(source).inc()
         self.trace.preempted.append(source)
 

@@ -6,6 +6,7 @@ its stream. Where that word is missing `writers` gets it, or shuts the writer ou
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from dataclasses import dataclass, field
@@ -161,7 +162,9 @@ class Expectations:
         expected = self._by_offer.get(offer_id)
         if expected is None:
             return ""
-        await asyncio.wait([asyncio.ensure_future(expected.settled.wait())], timeout=SETTLE_WAIT_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_WAIT_S):
+                await expected.settled.wait()
         if expected.is_over:
             return ""
         expected.running = running

@@ -93,6 +93,11 @@ class Fetch:
             return self.origin
         return way_of(self.connector + HOW[self.exchange], self.instead_of)
 
+    @property
+    def is_handoff(self) -> bool:
+        """Whether its request begins here with it: a tier's blocks, and what a preempted one comes back on, are no handoff."""
+        return self.origin is not Origin.TIER and not self.running.has_answered
+
     def on(self, event: TransferEvent) -> None:
         """Move on. Raises KeyError for what cannot happen in this state."""
         self.state = TRANSFER_TABLE[self.state, event]
@@ -133,7 +138,8 @@ class Fetches:
         if fetch.transfer_id in self._open:
             fetch.on(TransferEvent.BEGIN)
             fetch.begun_s = time.monotonic()
-            self._metrics.handoff.observe(HandoffStage.BEGIN, fetch.begun_s - fetch.running.arrived_s)
+            if fetch.is_handoff:
+                self._metrics.handoff.observe(HandoffStage.BEGIN, fetch.begun_s - fetch.running.arrived_s)
 
     def num_bytes_under_way(self, connector: str) -> int:
         """What the pulls over a connector have to copy in all."""
@@ -158,7 +164,7 @@ class Fetches:
         if message.reason == PullEnd.CORRUPT:
             self._report_corrupt(fetch)
         metrics = self._metrics
-        if message.committed:
+        if message.committed and fetch.is_handoff:
             fetch.running.pulled_s = time.monotonic()
             metrics.handoff.observe(HandoffStage.PULL, fetch.running.pulled_s - fetch.begun_s)
         metrics.transfer_bytes.inc(fetch.connector, fetch.origin, amount=message.num_bytes)

@@ -45,9 +45,9 @@ class RunningRequest:
     owes_commit: bool = False
     """The proxy holds a ticket's offer until it hears `kv_committed`."""
     fetch_failure: str = ""
+    """Why the intended KV was given up before the core saw the request; shown as `recompute:<reason>`."""
     pulled_s: float | None = None
     """When its KV had arrived; None when none has, or the token after it is out."""
-    """Why the intended KV was given up before the core saw the request; shown as `recompute:<reason>`."""
     submission: asyncio.Task[None] | None = None
     """Set until the request is with the core, when that takes calls to other services."""
     in_core: bool = False

@@ -101,24 +101,35 @@ class Sources:
 
         The tier comes first, unless the offer holds so much more that what is missing would be fetched once more.
         """
-        in_tier = None
-        if not need.after and (in_tier := await self._begin_at_tier(running, need.keys)) is not None:
-            num_more = in_tier[1].num_tokens - need.num_cached
-            num_offered = len(running.request.token_ids) if running.request.ticket else 0
-            if num_more <= 0 or num_offered - in_tier[1].num_tokens >= self._config.preempted_fetch_min_tokens:
+        in_tier = None if need.after else await self._begin_at_tier(running, need.keys)
+        num_in_tier = 0 if in_tier is None else in_tier[1].num_tokens
+        offered, is_of_use = None, False
+        try:
+            offered = await self._offered_again(running, need, num_in_tier)
+            is_of_use = offered is None and num_in_tier > need.num_cached
+        finally:
+            # What the tier has pinned is pulled or given back, whatever became of the offer.
+            if in_tier is not None and not is_of_use:
                 self._fetches.failed(in_tier[0], ABORTED)
-                in_tier = None
-        if in_tier is not None:
-            return Found(source=self._source(*in_tier, fail_policy=RECOMPUTE), kind=TIER)
+        if offered is not None:
+            return Found(source=offered, kind=OFFER)
+        if in_tier is None or not is_of_use:
+            return Found()
+        return Found(source=self._source(*in_tier, fail_policy=RECOMPUTE), kind=TIER)
+
+    async def _offered_again(self, running: RunningRequest, need: NeedsSource, num_in_tier: int) -> KVSource | None:
+        """Begin to pull a preempted request's offer once more, where it holds enough beyond core and tier."""
+        num_more = len(running.request.token_ids) - max(num_in_tier, need.num_cached)
+        enough = self._config.preempted_fetch_min_tokens if num_in_tier > need.num_cached else 1
         # What the ticket's pull failed for the first time, it would fail for again.
         has_offer = running.request.ticket and not running.fetch_failure and need.after != OFFER
-        if not has_offer or len(running.request.token_ids) <= need.num_cached:
-            return Found()
+        if not has_offer or num_more < enough:
+            return None
         try:
-            return Found(source=await self._from_ticket(running), kind=OFFER)
+            return await self._from_ticket(running)
         except PeerError as exc:
             log.debug("the offer of %s is not to be had any more: %s", running.request.request_id, exc.message)
-            return Found()
+            return None
 
     async def _from_ticket(self, running: RunningRequest) -> KVSource:
         ticket = unseal(running.request.ticket, self._secret)
