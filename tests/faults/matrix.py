@@ -176,7 +176,7 @@ def evidence(cell: Cell) -> tuple[str, ...]:
     if cell.row.fault is Fault.CORRUPT and cell.column in FETCHING and is_read_later:
         return ("corrupt",)
     if cell.row.fault is Fault.EXPIRY and cell.column is not Column.FETCHED:
-        return ("expired", "stale", "released", "unknown")
+        return ("expired", "stale", "released", "unknown", "timeout")
     return ()
 
 
