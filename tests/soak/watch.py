@@ -17,8 +17,8 @@ from soak.schedule import Part
 
 ROOT = Path(__file__).parents[2]
 LEASE_S = 10.0
-STAGING = "/memfd:pdmesh-kv-staging"
-"""A core's own, which it lends to nobody."""
+OWN = ("/memfd:pdmesh-kv-staging", "/memfd:pdmesh-grave")
+"""What a core lends to nobody."""
 HELD: dict[str, tuple[str, ...]] = {
     "prefill": ("pdmesh_kv_blocks_used", "pdmesh_offers_open", "pdmesh_offers_held", "vllm:num_requests_running"),
     "kvcache": ("pdmesh_kvcache_open_lookups", "pdmesh_kvcache_slots_pinned", "pdmesh_kvcache_queued_stores"),
@@ -152,7 +152,7 @@ class Watch:
                 continue
             for process in self._fleet.parts(member, Part.ALL):
                 for inode, name in _memfds(process):
-                    if name.startswith(STAGING):
+                    if name.startswith(OWN):
                         owned.add(inode)
                     held.setdefault(inode, (name, set()))[1].add(member.name)
             # An engine's server maps no pool but its core's.
