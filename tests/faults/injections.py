@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -129,8 +130,9 @@ def _expire(scene: Scene) -> Injected:
 def _overwrite(prefill: Node) -> None:
     """Have an engine use every block of its pool for something else."""
 
-    def ask(number: int) -> None:
-        prompt = [4 + (number * 7 + place * 3) % 300 for place in range(OTHER_PROMPT_TOKENS)]
+    def ask(_: int) -> None:
+        # Nobody's: what the tier has is fetched, which may take long while others are frozen.
+        prompt = [random.randrange(10, 370) for _ in range(OTHER_PROMPT_TOKENS)]
         body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
         answer = httpx.post(f"{prefill.url}/v1/completions", json=body, timeout=30)
         assert answer.status_code == 200, answer.text
