@@ -16,7 +16,7 @@ Half = SchedulerConnector[str, Load[str]]
 
 def load(transfer_id: str, owner: str | None) -> Load[str]:
     source = KVSource(transfer_id=transfer_id, peer_id="owner@1", groups=[], num_tokens=32)
-    return Load(source=source, request_id="r", owner=owner, num_tokens=32, from_tier=False)
+    return Load(source=source, request_id="r", owner=owner, num_tokens=32, num_hit=0, from_tier=False)
 
 
 @pytest.fixture(params=[Ledger])

@@ -125,6 +125,9 @@ def test_it_comes_back_by_what_the_server_finds(answers: list[str], way: str, is
     check(server)
     assert sources(server)[0] == f"preempted:{way}"
     assert server.asked[0].request_id == "b"
+    counters = server.decode.scheduler.state.counters
+    assert counters.external_hits == counters.external_queries
+    assert (counters.external_hits > 0) == (way != "recompute")
 
 
 def test_a_source_that_fails_leaves_the_next_and_then_computing() -> None:
@@ -202,6 +205,23 @@ def test_the_tier_is_told_of_computed_fetched_and_generated_blocks_while_they_ar
     # 30 + 23 tokens have KV: 13 full blocks; those of the last lump may wait for a preemption.
     assert 8 <= len(keys) <= 13
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("num_steps", [1, 12])
+def test_what_was_there_before_the_cache_was_emptied_is_not_for_the_tier(num_steps: int) -> None:
+    """In the midst of the prompt, or of the output: what is behind the reset rests on what is before it."""
+    decode = make_core("d@1", max_num_batched_tokens=8, spill_usage=0.0)
+    decode.add(B, max_tokens=NUM_TOKENS, store_to_tier=True)
+    for message in decode._inbox.drain():
+        decode._core._handle(message)
+    for _ in range(num_steps):
+        decode.step()
+    num_told = len(decode.scheduler.state.outbox.computed)
+    assert bool(num_told) == (num_steps > 4)
+    decode.scheduler.reset_prefix_cache()
+    decode.run()
+    assert decode.tokens() == expected_tokens(B, NUM_TOKENS)
+    assert len([each for output in decode.outputs for each in output.computed]) == num_told
 
 
 @pytest.mark.parametrize("emitted", [1, 5, 10])

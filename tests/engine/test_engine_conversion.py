@@ -15,6 +15,7 @@ from pdmesh.engine import conversion
 from pdmesh.engine.conversion import GroupPart, pieces_of, plan_conversion
 from pdmesh.engine.kv_groups import KVGroup
 from pdmesh.engine.messages import Abort, ConnectPeer, DisconnectPeer, OfferSealed, ReleaseOffer, TransferEnded
+from pdmesh.engine.rounded_blocks import RoundedBlocks
 from pdmesh.errors import TransferFailed
 from pdmesh.protocol.layout import Layout, most_source_blocks
 from pdmesh.protocol.messages import GroupBlocks, KVSource
@@ -32,7 +33,7 @@ LANE_BYTES = 4096
 class Pair:
     """A prefill core and a decode core with blocks of other sizes."""
 
-    def __init__(self, sizes: tuple[int, int], windows: list[int], *, is_async: bool = False) -> None:
+    def __init__(self, sizes: tuple[int, int], windows: list[int], *, is_async: bool = False, **limits: float) -> None:
         self.windows = windows
         self.prefill, self.decode = (
             CoreHarness(
@@ -43,6 +44,7 @@ class Pair:
                 num_blocks=512,
                 max_num_batched_tokens=16,
                 lane_bytes=lane_bytes,
+                **limits,  # type: ignore[arg-type]
             )
             for peer_id, size, lane_bytes in (("p@1", sizes[0], 0), ("d@1", sizes[1], LANE_BYTES))
         )
@@ -79,6 +81,11 @@ class Pair:
     def check_nothing_left(self) -> None:
         assert self.decode.links.num_lanes_used == 0
         assert self.decode.num_used == 0
+
+    @property
+    def told(self) -> list[bytes]:
+        """What the tier may have of decode."""
+        return [key for output in self.decode.outputs for each in output.computed for key in each.keys]
 
     @property
     def ended(self) -> list[TransferEnded]:
@@ -316,3 +323,70 @@ def test_a_source_of_another_number_of_groups_is_a_mismatch() -> None:
         source = KVSource(transfer_id="t", peer_id="p", **(fields | changes))  # type: ignore[arg-type]
         with pytest.raises(TransferFailed, match="mismatch"):
             plan_conversion(source, groups, num_hit_tokens=0, start=8)
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_what_was_converted_and_what_rests_on_it_stays_out_of_the_tier(is_preempted: bool) -> None:
+    """Only the sequence that had fetched it knew, until it was preempted; others found it in the prefix cache."""
+    pair = Pair((4, 8), [0], spill_usage=0.0)
+    decode, prompt = pair.decode, random_prompt(64)
+    sealed = pair.sealed(prompt)
+    first = pair.prefill.tokens("offer")
+    decode.add(prompt, "a", emitted=[first], source=pair.source(sealed), store_to_tier=True, max_tokens=60)
+    decode.run()
+    if is_preempted:
+        decode.add(prompt, "again", emitted=[first], store_to_tier=True, max_tokens=60)
+        for message in decode._inbox.drain():
+            decode._core._handle(message)
+        for _ in range(20):
+            decode.step()
+        [sequence] = decode.scheduler.state.running
+        decode.scheduler._preempt(sequence)
+        decode.run()
+    else:
+        rounded = decode.scheduler.state.kv.rounded
+        num_rounded = sum(not rounded.num_exact([[block]]) for block in range(512))
+        # All tokens but the last have KV.
+        assert num_rounded == (64 + 59) // 8
+        longer = prompt + random_prompt(40)
+        decode.add(longer, "b", store_to_tier=True, max_tokens=40)
+        decode.run()
+        assert decode.deltas_of("b")[0].kv_source == "prefix"
+        assert decode.tokens("b") == pair.expected(longer, 40)
+        # Those behind them too: their own prefix may be computed anew, while these are still found by name.
+        num_own = (len(longer) + 39) // 8 - 64 // 8
+        assert sum(not rounded.num_exact([[block]]) for block in range(512)) == num_rounded + num_own
+    assert pair.told == []
+    # Another prompt's blocks are as exact as ever, though some of them held converted KV before.
+    lengths = range(90, 130)
+    for length in lengths:
+        decode.add(random_prompt(length), f"c{length}", store_to_tier=True)
+    decode.run()
+    assert len(set(pair.told)) >= sum(length // 8 for length in lengths)
+
+
+def test_what_rests_on_rounded_blocks_is_known_until_it_is_overwritten() -> None:
+    rounded = RoundedBlocks()
+    rounded.mark([[7, 8, 9]], 1)
+    assert [rounded.num_exact([table]) for table in ([], [7], [7, 8], [5, 6, 9])] == [0, 1, 1, 2]
+    # Only full blocks are named, so only they are found by others.
+    rounded.spread([[7, 8, 20, 21]], 3)
+    assert [rounded.num_exact([table]) for table in ([20], [21])] == [0, 1]
+    rounded.copied(9, 30)
+    rounded.copied(7, 31)
+    assert [rounded.num_exact([table]) for table in ([30], [31])] == [0, 1]
+    rounded.renew([8, 20])
+    assert rounded.num_exact([[8, 20, 9]]) == 2
+
+
+def test_a_layout_that_no_lane_holds_fails_the_pull_and_not_the_core() -> None:
+    """Blocks of one token fit by their bytes; there were more of them than a lane counts."""
+    pair = Pair((1, 1024), [0])
+    prompt = random_prompt(30)
+    sealed = pair.sealed(prompt)
+    pair.decode.add(prompt, emitted=[pair.prefill.tokens("offer")], source=pair.source(sealed))
+    pair.decode.run()
+    assert pair.prefill.tokens("offer") + pair.decode.tokens() == pair.expected(prompt)
+    [transfer] = pair.ended
+    assert transfer.reason.startswith("error:ValueError: a lane holds")
+    pair.check_nothing_left()

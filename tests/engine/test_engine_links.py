@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -227,6 +229,23 @@ def test_a_pull_that_waits_for_its_next_connector_can_be_ended(scene: Scene, how
     assert scene.mooncake.started == []
     assert scene.links.poll() == []
     assert scene.mooncake.connected == (set() if how == "disconnect" else {"p"})
+
+
+def test_a_pull_that_waits_for_its_next_connector_has_its_deadline(scene: Scene) -> None:
+    """Nobody looked before the connect had ended, which may take longer, and others before it."""
+    scene.mooncake.may_connect.clear()
+    scene.nixl.end("peer_lost")
+    assert scene.links.poll() == []
+    scene.links.start(replace(scene.pull, transfer_id="short", deadline_s=1.0))
+    scene.nixl.end("peer_lost")
+    assert scene.links.poll() == []
+    # As the loop does: asleep until a descriptor tells of something.
+    assert select.select(scene.links.descriptors, [], [], 10)[0]
+    assert scene.links.take_news() == []
+    assert scene.links.has_refused
+    (ended,) = scene.links.poll()
+    assert (ended.result.transfer_id, ended.result.reason, ended.connector) == ("short", "timeout", "nixl")
+    assert not select.select(scene.links.descriptors, [], [], 0)[0]
 
 
 def test_a_cancelled_pull_takes_no_other_way(scene: Scene) -> None:

@@ -57,6 +57,10 @@ def test_every_pair_of_packings_and_dtypes_of_one_model_is_exchanged(packing: st
 
 def test_another_block_size_keeps_the_numbers() -> None:
     assert exchange(names(layout(block_size=16)), names(layout())) is Exchange.REPACKED
+    assert (
+        exchange(names(layout(block_size=2)), names(layout(block_size=1024), staging_bytes=1 << 21))
+        is Exchange.REPACKED
+    )
     sliding = [layout(window=128, block_size=size) for size in (16, 32)]
     assert exchange(names(layout(block_size=16), sliding[0]), names(layout(), sliding[1])) is Exchange.REPACKED
 
@@ -101,6 +105,11 @@ BIG = layout(num_kv_heads=64, head_dim=256)
             names(BIG),
             names(replace(BIG, block_size=48)),
             f"made of up to {BIG.block_bytes * 2} bytes of the source's blocks, and it converts at most 1048576 at a time",
+        ),
+        (
+            names(layout(block_size=1)),
+            names(layout(block_size=1024), staging_bytes=1 << 22),
+            "made of up to 1024 of the source's blocks, and it converts at most 512 at a time (block-size)",
         ),
         (names(layout()), names(layout(block_size=16), staging_bytes=0), "it converts at most 0 at a time"),
         (names(layout(CPU_PACKING, block_size=16)), names(layout()), "not a multiple of 32"),

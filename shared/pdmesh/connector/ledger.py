@@ -39,6 +39,8 @@ class Load(Generic[OwnerT]):
     """Who waits for it; None once that one has ended."""
     num_tokens: int
     """Tokens that need not be computed when it succeeds."""
+    num_hit: int
+    """Of those, how many were here before."""
     from_tier: bool
     unnamed: frozenset[tuple[int, int]] = frozenset()
     """(group, place) of blocks that will lack tokens which nobody waits for."""

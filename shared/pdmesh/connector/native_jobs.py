@@ -21,8 +21,9 @@ from pdmesh.connector.active import PullEnd
 from pdmesh.connector.native_agent import Ranges
 from pdmesh.connector.native_messages import AgentConnected, ConnectAgent, FromHelper, PullEnded, StartPull
 from pdmesh.connector.pool import KVPool, PoolShape, PullTarget
-from pdmesh.connector.staging import MAX_LANE_BLOCKS, NUM_LANES, Lane, StagingArea
+from pdmesh.connector.staging import NUM_LANES, Lane, StagingArea
 from pdmesh.connector.throttle import Throttle
+from pdmesh.protocol.layout import MAX_LANE_BLOCKS
 from pdmesh_kernels.block_sum import sum_blocks
 
 PROOF_BYTES = 32

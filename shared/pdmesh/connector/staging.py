@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pdmesh.protocol.layout import MAX_LANE_BLOCKS
+
 PAGE_BYTES = 4096
 NUM_LANES = 4
-# Connectors keep a word beside each block that is under way.
-MAX_LANE_BLOCKS = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.kv_events import KVEventLog
 from pdmesh.engine.plan import NO_BLOCK
+from pdmesh.engine.rounded_blocks import RoundedBlocks
 
 
 class BlockPool:
@@ -28,6 +29,7 @@ class BlockPool:
         """Group in whose index a block's key is."""
         self._by_key: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._free = _FreeQueue(num_blocks)
+        self.rounded = RoundedBlocks()
         self._copies: dict[int, int] = {}
         """Ordered copies that no step has been told of: target -> source, which is referenced meanwhile."""
 
@@ -50,6 +52,7 @@ class BlockPool:
         """
         taken = [self._free.pop_first() for _ in range(count)]
         self.forget(taken)
+        self.rounded.renew(taken)
         for block_id in taken:
             self._ref_counts[block_id] = 1
         if self._pool is not None and taken:
@@ -64,6 +67,7 @@ class BlockPool:
         self.acquire([source])
         [taken] = self.allocate(1)
         self._copies[taken] = source
+        self.rounded.copied(source, taken)
         return taken
 
     @property

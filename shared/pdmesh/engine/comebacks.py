@@ -13,8 +13,6 @@ from pdmesh.protocol.messages import KVSource
 
 # New full blocks of a sequence that are told to the tier at once: a call for each would cost more than the copy.
 SPILL_BLOCKS = 4
-NEVER_SPILLED = 1 << 60
-"""Blocks told of a sequence whose KV was converted: what rests on it is not what others would have computed."""
 
 LOCAL, RECOMPUTE = "local", "recompute"
 
@@ -90,17 +88,19 @@ class Comebacks:
     def spill(self, sequence: Sequence, *, at_least: int = SPILL_BLOCKS) -> None:
         """Name a sequence's full blocks that the tier has not been told of, whether computed or fetched here.
 
-        Not pinned: of those that are overwritten before it has pulled them the generations tell.
+        Not pinned: of those that are overwritten before it has pulled them the generations tell. What was there before the
+        prefix cache was emptied, and what rests on converted KV, is kept from it.
         """
         state = self._state
         num_full, first = sequence.num_computed // state.kv.block_size, sequence.num_told_blocks
-        if not sequence.request.store_to_tier or num_full - first < at_least:
+        if not sequence.request.store_to_tier or not sequence.may_register or num_full - first < at_least:
             return
-        keys = self._keys(sequence, num_full)[first:]
+        num_exact = min(num_full, state.kv.rounded.num_exact(sequence.blocks))
+        keys = self._keys(sequence, num_exact)[first:num_exact]
         sequence.num_told_blocks = num_full
         if not keys:
             return
-        described = state.kv.describe([blocks[first:num_full] for blocks in sequence.blocks])
+        described = state.kv.describe([blocks[first:num_exact] for blocks in sequence.blocks])
         state.outbox.computed.append(
             BlocksComputed(request_id=sequence.request.request_id, keys=keys, blocks=described[0])
         )

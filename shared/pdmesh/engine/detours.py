@@ -28,8 +28,13 @@ class Journey:
     """How it ended over the connector before, while the next is being connected."""
 
     @property
+    def due_s(self) -> float:
+        """When it is given up, on the monotonic clock."""
+        return self.started_s + self.pull.deadline_s
+
+    @property
     def left_s(self) -> float:
-        return self.pull.deadline_s - (time.monotonic() - self.started_s)
+        return self.due_s - time.monotonic()
 
     def next_pull(self) -> Pull:
         """The order for the connector that it goes over now."""
@@ -74,6 +79,18 @@ class Detours:
     def cancel(self, transfer_id: str) -> Journey | None:
         """Take out a pull that waits; None when it does not."""
         return self._waiting.pop(transfer_id, None)
+
+    @property
+    def due_s(self) -> float | None:
+        """When the first of the pulls that wait has waited too long."""
+        return min((journey.due_s for journey in self._waiting.values()), default=None)
+
+    def overdue(self) -> list[Journey]:
+        """Take out the pulls that have waited too long."""
+        found = [journey for journey in self._waiting.values() if journey.left_s <= 0]
+        for journey in found:
+            del self._waiting[journey.pull.transfer_id]
+        return found
 
     def arrived(self, peer_id: str, connector: str) -> list[Journey]:
         """Take out the pulls that waited for a connector to be connected, well or not."""

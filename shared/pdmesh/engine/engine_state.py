@@ -10,9 +10,9 @@ import bisect
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pdmesh.connector.ledger import BlockLists, Ledger
+from pdmesh.engine.counters import Counters
 from pdmesh.engine.integrity import check_state
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
@@ -26,19 +26,6 @@ from pdmesh.protocol.messages import ChoiceDelta, KVSource, TokenLogprobs
 
 PREFIX_SOURCE = "prefix"
 """`kv_source` of a sequence that found KV of its beginning in this engine."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Cumulative, since start."""
-
-    num_preemptions: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    external_queries: int = 0
-    external_hits: int = 0
-    nan_requests: int = 0
-    illegal_events: int = 0
 
 
 class EngineState:

@@ -45,6 +45,7 @@ class KVManager:
         self.block_size = groups[0].block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._pool = pool
+        self.rounded = pool.rounded
         self._hasher = hasher
         self._max_chunk_tokens = max_chunk_tokens
         self.tier_keys = TierKeys(tier_root, self.block_size)
@@ -97,6 +98,7 @@ class KVManager:
         if num_full <= done:
             return
         sequence.num_registered = num_full
+        self.rounded.spread(sequence.blocks, num_full)
         if not self.enable_prefix_caching or not sequence.may_register:
             return
         keys = self._keys(sequence, num_full)

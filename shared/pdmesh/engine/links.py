@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
-from pdmesh.connector.active import PullEnd
+from pdmesh.connector.active import PullEnd, error_reason
 from pdmesh.connector.base import (
     PeerPool,
     Publication,
@@ -24,6 +24,7 @@ from pdmesh.connector.base import (
 )
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.ways import way_of
+from pdmesh.engine.alarm import Alarm
 from pdmesh.engine.conversion import ConvertingPull
 from pdmesh.engine.detours import Detours, Journey
 from pdmesh.engine.messages import ConnectorChanged, ConnectPeer, OfferPublished, PeerConnected
@@ -71,6 +72,8 @@ class Links:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = threading.Lock()
         self._is_closed = False
+        self._alarm = Alarm(self._wake)
+        """For pulls that wait for a connect, which may take longer than they have."""
         self._orders: queue.SimpleQueue[ConnectPeer | None] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         has_staging = pool is not None and pool.staging is not None
@@ -112,6 +115,8 @@ class Links:
         """Return the answers to `connect`, and what else the server must know, since the last call; never blocks."""
         if not self._drain_wake():
             return []
+        # What woke the loop may have been the alarm, which does not ring twice.
+        self._refuse_overdue()
         news: list[News] = []
         while not self._news.empty():
             message = self._news.get()
@@ -162,7 +167,11 @@ class Links:
         elif self._staged is None:
             self._refuse(pull, "", "error:this engine has no staging area (kv-staging-bytes)")
         else:
-            self._staged.start(pull)
+            try:
+                self._staged.start(pull)
+            except Exception as exc:  # whatever a peer told of its layouts, the other requests go on
+                log.exception("pull %s could not be started", pull.transfer_id)
+                self._refuse(pull, "", error_reason(f"{type(exc).__name__}: {exc}"))
 
     def _start(self, pull: Pull | Push) -> None:
         names = self._connectors_of.get(pull.peer_id, [])
@@ -220,6 +229,7 @@ class Links:
             self._begin(journey)
         else:
             self._detours.wait(journey)
+            self._alarm.set(self._detours.due_s)
             self._connect_aside(way)
         return True
 
@@ -256,6 +266,7 @@ class Links:
 
     def poll(self) -> list[EndedPull]:
         """Return the pulls and writes that ended since the last call; never blocks."""
+        self._refuse_overdue()
         ended, self._refused = self._refused, []
         if self._pulls or self._writes:
             for name, connector in self._connectors.items():
@@ -280,6 +291,7 @@ class Links:
     def close(self) -> None:
         """End all pulls and the connectors with them."""
         self._orders.put(None)
+        self._alarm.set(None)
         for connector in self._connectors.values():
             connector.close()
         if self._staged is not None:
@@ -288,6 +300,12 @@ class Links:
         with self._closing:
             self._is_closed = True
             os.close(self._wake_fd)
+
+    def _refuse_overdue(self) -> None:
+        """Give up the pulls whose next connector was not connected in time."""
+        for journey in self._detours.overdue():
+            self._refuse(journey.pull, journey.failed[-1], PullEnd.TIMEOUT)
+        self._alarm.set(self._detours.due_s)
 
     def _refuse(self, pull: Pull | ConvertingPull | Push, connector: str, reason: str) -> None:
         result = PullResult(transfer_id=pull.transfer_id, reason=reason, num_bytes=0, duration_s=0.0)
@@ -313,6 +331,9 @@ class Links:
     def _tell(self, message: News) -> None:
         """Queue news for the loop and wake it; from any thread."""
         self._news.put(message)
+        self._wake()
+
+    def _wake(self) -> None:
         with self._closing:
             if not self._is_closed:
                 os.eventfd_write(self._wake_fd, 1)

@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from pdmesh.connector.base import Pull, PullResult
 from pdmesh.connector.ledger import BlockLists, Load, PullPlan, plan_pull
-from pdmesh.engine.comebacks import NEVER_SPILLED, source_of
+from pdmesh.engine.comebacks import source_of
 from pdmesh.engine.conversion import ConvertingPull, GroupPart, plan_conversion
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.kv_manager import Hit
@@ -75,7 +75,7 @@ class RemoteKV:
             return Begun.NO_ROOM
         targets = [table[first:] for table, first in zip(sequence.blocks, firsts, strict=True)]
         pull = _pull(source, plan, targets)
-        self._leave_queue(sequence, source, num_usable=start, unnamed=_unnamed(pull, firsts))
+        self._leave_queue(sequence, source, hit, num_usable=start, unnamed=_unnamed(pull, firsts))
         self.note_hits(sequence, hit.num_tokens)
         state.counters.external_queries += source.num_tokens - hit.num_tokens
         state.outbox.pulls.append(pull)
@@ -110,11 +110,11 @@ class RemoteKV:
             sequence.apply(Event.PULL_FAILED)
             state.waiting.push(sequence)
             return None if self._fall_back(sequence, load.source, reason) is Begun.FAILED else sequence
-        state.counters.external_hits += max(load.num_tokens - sequence.num_reused_tokens, 0)
+        state.counters.external_hits += max(load.num_tokens - load.num_hit, 0)
         sequence.num_computed = sequence.num_planned = sequence.num_reused_tokens = load.num_tokens
         sequence.kv_bytes = result.num_bytes
         if load.source.layouts:
-            sequence.num_told_blocks = NEVER_SPILLED
+            state.kv.rounded.mark(sequence.blocks, load.num_hit // state.kv.block_size)
         if sequence.comeback is not None and sequence.comeback.kind:
             sequence.comeback.fetched = sequence.comeback.kind
         elif sequence.kv_source != PUSH_SOURCE:
@@ -158,11 +158,14 @@ class RemoteKV:
     def report_computed(self, sequence: Sequence) -> None:
         """Name the full prompt blocks that were computed here, so that the tier may pull them.
 
-        The tier keeps histories: a model with sliding groups has nothing for it.
+        The tier keeps histories: a model with sliding groups has nothing for it. What was there before the prefix cache was
+        emptied, and what rests on converted KV, is not for others.
         """
         kv = self._state.kv
+        if not sequence.may_register:
+            return
         first = sequence.num_reused_tokens // kv.block_size
-        keys = kv.tier_keys.of_prompt(sequence)[first:]
+        keys = kv.tier_keys.of_prompt(sequence)[first : kv.rounded.num_exact(sequence.blocks)]
         if not keys or any(group.window for group in kv.groups):
             return
         if first == 0:
@@ -173,7 +176,7 @@ class RemoteKV:
         )
 
     def _leave_queue(
-        self, sequence: Sequence, source: KVSource, *, num_usable: int, unnamed: frozenset[tuple[int, int]]
+        self, sequence: Sequence, source: KVSource, hit: Hit, *, num_usable: int, unnamed: frozenset[tuple[int, int]]
     ) -> None:
         state, request = self._state, sequence.request
         sequence.apply(Event.PULL_STARTED)
@@ -190,6 +193,7 @@ class RemoteKV:
                 request_id=request.request_id,
                 owner=sequence,
                 num_tokens=num_usable,
+                num_hit=hit.num_tokens,
                 from_tier=from_tier,
                 unnamed=unnamed,
             )

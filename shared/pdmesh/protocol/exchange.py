@@ -11,7 +11,7 @@ from functools import lru_cache
 from pdmesh.errors import HandshakeRefused
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.capabilities import UNTOLD, Capabilities, capabilities_from_pb
-from pdmesh.protocol.layout import Layout, incompatibility, most_source_blocks
+from pdmesh.protocol.layout import MAX_LANE_BLOCKS, Layout, incompatibility, most_source_blocks
 
 FIRST_CONVERSION = 1
 """Version of capability `kv_convert` from which on a consumer converts between all packings and dtypes of `layout.DTYPES`."""
@@ -130,7 +130,13 @@ def _obstacle(source: KVNames, target: KVNames) -> str:
             return reason
         if one.block_bytes != ours.block_bytes:
             return f"the source's blocks have {ours.block_bytes} bytes, its layout {one.block_bytes}"
-        needed = most_source_blocks(one, other) * one.block_bytes
+        num_needed = most_source_blocks(one, other)
+        if num_needed > MAX_LANE_BLOCKS:
+            return (
+                f"a block of the target is made of up to {num_needed} of the source's blocks, and it converts at most "
+                f"{MAX_LANE_BLOCKS} at a time (block-size)"
+            )
+        needed = num_needed * one.block_bytes
         if needed > theirs.staging_bytes:
             return (
                 f"a block of the target is made of up to {needed} bytes of the source's blocks, and it converts at most "

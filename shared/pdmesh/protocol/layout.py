@@ -102,6 +102,10 @@ def incompatibility(source: Layout, target: Layout) -> str | None:
     return f"KV blocks of different models: {', '.join(differing)}" if differing else None
 
 
+MAX_LANE_BLOCKS = 512
+"""Most blocks of a peer that are fetched together to be converted: connectors keep a word beside each that is under way."""
+
+
 def most_source_blocks(source: Layout, target: Layout) -> int:
     """Return how many blocks of `source` may hold tokens of one block of `target`."""
     # As far inside a block of the source as one of the target can begin.
