@@ -4,7 +4,6 @@ It is reachable by this user only: over a Unix socket in a private folder, or on
 bounds its memory, evicts what was used longest ago, and dies with the process that started it.
 """
 
-import functools
 import importlib.util
 import os
 import platform
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdmesh.errors import ConfigError
-from pdmesh.parent import die_with_parent
+from pdmesh.parent import tied_program
 
 # sockaddr_un.sun_path on Linux, with its closing zero byte.
 MAX_SOCKET_PATH_BYTES = 107
@@ -74,13 +73,12 @@ def start(
     log_path = folder / "valkey.log"
     with log_path.open("wb") as log_file:
         process = subprocess.Popen(
-            command.argv,
+            tied_program(*command.argv),
             stdin=subprocess.DEVNULL,
             stdout=log_file,
             stderr=subprocess.STDOUT,
             # Its own session: Ctrl-C in the terminal reaches the one who started it, who then stops it in order.
             start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     started = EmbeddedValkey(url=command.url, process=process, log_path=log_path)
     try:
