@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from pdmesh.connector.active import UNKNOWN
 from pdmesh.connector.checksums import PoolSums
 from pdmesh.connector.pool import KVPool, PoolShape
 from pdmesh.protocol.messages import GroupBlocks
@@ -69,6 +71,59 @@ def test_a_block_that_is_not_full_is_summed_anew_when_it_is_promised_again(pool:
     pool.blocks[2, 3000] ^= 1
     sums.prepare([blocks], 32)
     assert told(sums, blocks, 32) == after
+
+
+def test_nothing_is_told_of_a_block_that_is_written_while_it_is_read(pool: KVPool, sums: PoolSums) -> None:
+    """A sum of before would make what a consumer reads look damaged."""
+    blocks = listed(pool, [1, 2])
+    sums.prepare([blocks], 20, grows=True)
+    assert told(sums, blocks, 20) == [*sum_blocks(pool.blocks, [1]).tolist(), UNKNOWN]
+    pool.blocks[2, 3000:] = 9
+    # Full by now, and in another offer.
+    sums.prepare([blocks], 32, grows=True)
+    assert told(sums, blocks, 32) == sum_blocks(pool.blocks, [1, 2]).tolist()
+
+
+def test_the_sum_of_a_later_content_is_not_told_for_an_earlier_one(
+    pool: KVPool, sums: PoolSums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing holds the sources of a write that has ended: the first may be another prompt's by the time it is summed."""
+
+    def late(blocks: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        write_block(pool, 3)
+        return sum_blocks(blocks, ids)
+
+    before = listed(pool, [3, 4])
+    monkeypatch.setattr("pdmesh.connector.checksums.sum_blocks", late)
+    assert told(sums, before, 32) == [UNKNOWN, *sum_blocks(pool.blocks, [4]).tolist()]
+    monkeypatch.undo()
+    assert told(sums, listed(pool, [3, 4]), 32) == sum_blocks(pool.blocks, [3, 4]).tolist()
+
+
+def test_a_caller_that_leaves_takes_no_sum_from_the_others(
+    pool: KVPool, sums: PoolSums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_sum = threading.Event()
+
+    def waiting(blocks: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        may_sum.wait(10)
+        return sum_blocks(blocks, ids)
+
+    async def scene() -> None:
+        sums.prepare([listed(pool, [0])], 16)
+        # In line behind the first.
+        sums.prepare([listed(pool, [1])], 16)
+        leaving = asyncio.create_task(sums.of([listed(pool, [1])], 16))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        assert isinstance((await asyncio.gather(leaving, return_exceptions=True))[0], asyncio.CancelledError)
+        may_sum.set()
+        for block_id in (0, 1, 2):
+            [blocks] = await asyncio.wait_for(sums.of([listed(pool, [block_id])], 16), 10)
+            assert blocks.checksums == sum_blocks(pool.blocks, [block_id]).tolist()
+
+    monkeypatch.setattr("pdmesh.connector.checksums.sum_blocks", waiting)
+    asyncio.run(scene())
 
 
 def test_blocks_of_a_window_are_full_by_their_place_in_the_prompt(pool: KVPool, sums: PoolSums) -> None:

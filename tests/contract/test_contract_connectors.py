@@ -212,6 +212,17 @@ def test_bytes_that_are_not_those_that_were_summed_are_corrupt(attached: Consume
     assert attached.result().reason == ""
 
 
+def test_a_block_without_a_sum_is_not_checked_and_the_others_are(attached: Consumer, shared_node: Node) -> None:
+    blocks = list(range(96))
+    told = expected_sums(blocks, firsts(shared_node, blocks))
+    told[95] = 0
+    attached.pull(shared_node, blocks, blocks, checksums=told)
+    assert attached.result().reason == ""
+    told[94] ^= 1
+    attached.pull(shared_node, blocks, blocks, checksums=told)
+    assert attached.result().reason == "corrupt"
+
+
 def test_new_content_is_stale_and_not_corrupt(name: str, own_node: Node) -> None:
     """Its sums differ as well: the generation says why."""
     if name in PUBLISHING:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client import generate_latest
 
+from pdmesh.connector.peers import Ask
 from pdmesh.engine.messages import Abort, Stats
 from pdmesh.engine.server import sessions as sessions_module
 from pdmesh.engine.server.assembly import Engine
+from pdmesh.engine.server.front import _guard
 from pdmesh.engine.server.sessions import Broken
 from pdmesh.errors import Draining, InvalidRequest, Overloaded
+from pdmesh.lifecycle import Life
 from pdmesh.protocol.messages import ChoiceDelta
 from pdmesh.protocol.ticket import unseal
+from pdmesh.protocol.transfers import Begun
 from pdmesh.protocol.wire import request_to_pb
 from pdmesh.security import MeshSecret
 from support.engines import SECRET, request
@@ -33,6 +39,55 @@ def test_metrics_name_what_computes_and_what_keys_and_values_are_kept_in(monkeyp
         assert 'backend="torch",engine="0",fallback="head_dim"' in computes
 
     play(scene)
+
+
+def test_a_tier_client_that_has_ended_is_asked_nothing() -> None:
+    """Its channel is closed: each request that looked in the tier ended with an internal error."""
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        tier = engine.tier
+        assert tier is not None
+        peer: Any = SimpleNamespace(peer_id="kvcache@1")
+        running = asyncio.create_task(tier.run())
+        tier._is_connected = True
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+        async def attempt(ask: Ask) -> Begun:
+            return await ask(peer, "transfer", "shm")
+
+        assert await tier.find(attempt, [b"key"], 5.0) is None
+        assert counted(engine, "pdmesh_tier_lookups_total", outcome="unconnected") == 1
+        # Closed at any other time it is a miss, too.
+        tier._is_connected = True
+        assert await tier.find(attempt, [b"key"], 5.0) is None
+        assert counted(engine, "pdmesh_tier_lookups_total", outcome="failed") == 1
+
+    play(scene, kvcache="127.0.0.1:1")
+
+
+def test_a_part_that_is_cancelled_by_what_it_waits_for_takes_the_service_down() -> None:
+    async def scene() -> None:
+        inner: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def part() -> None:
+            await inner
+
+        asked, life = asyncio.create_task(_guard("tier", part(), quiet := Life())), Life()
+        await asyncio.sleep(0)
+        asked.cancel()
+        assert isinstance((await asyncio.gather(asked, return_exceptions=True))[0], asyncio.CancelledError)
+        assert not quiet.stopping
+        inner = asyncio.get_running_loop().create_future()
+        unasked = asyncio.create_task(_guard("tier", part(), life))
+        await asyncio.sleep(0)
+        inner.cancel()
+        await asyncio.gather(unasked, return_exceptions=True)
+        assert life.stopping
+        assert "tier failed" in str(life.exit_error)
+
+    asyncio.run(scene())
 
 
 def test_the_queue_bound_refuses_with_retry_after() -> None:

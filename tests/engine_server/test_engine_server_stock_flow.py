@@ -50,6 +50,23 @@ def test_decode_takes_what_prefill_gives_and_says_the_same_as_one_engine(pair: A
     pair.loop.run(body())
 
 
+def test_a_block_that_prefill_goes_on_to_write_is_not_taken_for_damaged(pair: Any) -> None:
+    """Two tokens of the prompt are in its last block when the offer is sealed; the leg's own tokens come behind them."""
+
+    async def body() -> None:
+        prompt = _prompt(6)
+        alone = await _complete(pair.prefill.http, prompt, cache_salt="alone")
+        leg = await _complete(pair.prefill.http, prompt, PREFILL_LEG, max_tokens=30)
+        answer = await _complete(pair.decode.http, prompt, leg.json()["kv_transfer_params"])
+        assert _text(answer) == _text(alone)
+        assert "kv=shm" in answer.headers["x-pdmesh-route"]
+        async with httpx.AsyncClient(base_url=pair.decode.http, timeout=10) as client:
+            lines = (await client.get("/metrics")).text.splitlines()
+        assert not [line for line in lines if 'reason="corrupt"' in line and not line.endswith(" 0.0")]
+
+    pair.loop.run(body())
+
+
 def test_a_plain_request_has_no_params(pair: Any) -> None:
     async def body() -> None:
         answer = await _complete(pair.prefill.http, _prompt(2))

@@ -104,7 +104,7 @@ class TierServicer(mesh_pb2_grpc.KVCacheServicer):
         if len(request.checksums) not in (0, len(keys)):
             raise InvalidRequest("checksums: there must be one for each of keys, or none", param="checksums")
         _check_block_bytes(request.block_bytes)
-        checksums: list[int | None] = [*request.checksums] or [None] * len(keys)
+        checksums: list[int | None] = [told or None for told in request.checksums] or [None] * len(keys)
         located = zip(keys, request.block_ids, request.generations, checksums, strict=True)
         return Offering(
             kind=_kind_of(request),

@@ -7,7 +7,11 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Sequence
 from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pdmesh.connector.base import Pull, PullResult, Push
 from pdmesh.connector.pool import PoolShape
@@ -30,6 +34,16 @@ class PullEnd(StrEnum):
 def error_reason(text: object) -> str:
     """Reason of a pull that failed for none of the named causes."""
     return f"{ERROR_PREFIX}{text}"
+
+
+UNKNOWN = 0
+"""In place of a block's sum: its owner does not tell what it sums to."""
+
+
+def are_as_told(sums: "NDArray[np.uint64]", told: "Sequence[int] | NDArray[np.uint64]") -> bool:
+    """Whether blocks sum to what their owner has told, as far as it has told anything."""
+    wanted = np.asarray(told, dtype=np.uint64)
+    return bool(((sums == wanted) | (wanted == UNKNOWN)).all())
 
 
 class ActivePull:

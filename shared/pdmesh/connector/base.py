@@ -61,7 +61,7 @@ class Pull:
     deadline_s: float
     """Seconds from `start` after which the pull is given up."""
     checksums: list[int] = field(default_factory=list)
-    """Expected sum of each source block; empty: not checked."""
+    """Expected sum of each source block; 0, or an empty list: not checked."""
     offer_id: str = ""
     """The offer that the blocks were promised with; empty: none."""
     connector: str = ""

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pdmesh.connector.active import UNKNOWN
 from pdmesh.connector.pool import KVPool
 from pdmesh.protocol.messages import MAX_GENERATIONS, GroupBlocks
 from pdmesh_kernels.block_sum import sum_blocks
@@ -22,8 +23,8 @@ Flags = NDArray[np.bool_]
 class PoolSums:
     """A context manager: leaving it waits for what is being summed. `pool` may be a read-only map and stays the caller's.
 
-    `block_size`: tokens of a block; the last one of a prompt may still grow when its request goes on, so that it is summed
-    anew each time that its content is promised to somebody. 0: all blocks are full.
+    `block_size`: tokens of a block; the last one of a prompt may still grow, so that it is summed anew each time that its
+    content is prepared, and never while its request goes on. 0: all blocks are full.
     """
 
     def __init__(self, pool: KVPool, *, block_size: int = 0) -> None:
@@ -51,26 +52,36 @@ class PoolSums:
         """Wait for what is being summed."""
         self._thread.shutdown(cancel_futures=True)
 
-    def prepare(self, groups: Iterable[GroupBlocks], num_tokens: int) -> None:
-        """Begin to sum blocks that hold `num_tokens` from position 0 and are complete so far; returns at once."""
+    def prepare(self, groups: Iterable[GroupBlocks], num_tokens: int, *, grows: bool = False) -> None:
+        """Begin to sum blocks that hold `num_tokens` from position 0 and are complete so far; returns at once.
+
+        `grows`: their request goes on and writes behind those tokens while consumers read, so that nothing is told of a block
+        which is not full.
+        """
         for blocks in groups:
-            missing = ~self._known(blocks, num_tokens)
+            missing, num_full = ~self._known(blocks, num_tokens), self._num_full(blocks, num_tokens)
             # Summed before, but it may have grown.
-            missing[self._num_full(blocks, num_tokens) :] = True
+            missing[num_full:] = not grows
+            if grows:
+                ids, generations = _ids(blocks)[num_full:], _generations(blocks)[num_full:]
+                self._store(ids, generations, np.zeros(len(ids), dtype=np.bool_), np.full(len(ids), UNKNOWN, np.uint64))
             if missing.any():
                 self._begun = self._thread.submit(self._sum, *self._picked(blocks, missing, num_tokens))
 
     async def of(self, groups: list[GroupBlocks], num_tokens: int) -> list[GroupBlocks]:
-        """Return such blocks with their sums, which are computed now where they are not known yet."""
-        if self._begun is not None:
-            await asyncio.wrap_future(self._begun)
-            self._begun = None
+        """Return such blocks with their sums, which are computed now where they are not known yet.
+
+        UNKNOWN is the sum of a block that still grows, and of one whose content is no longer that of its generation.
+        """
         loop = asyncio.get_running_loop()
+        if self._begun is not None and not self._begun.done():
+            # The thread takes one after the other. Not its own future: a caller that is cancelled would cancel it for all.
+            await loop.run_in_executor(self._thread, _nothing)
         for blocks in groups:
             missing = ~self._known(blocks, num_tokens)
             if missing.any():
                 await loop.run_in_executor(self._thread, self._sum, *self._picked(blocks, missing, num_tokens))
-        return [self.with_known(blocks) for blocks in groups]
+        return [self._told(blocks) for blocks in groups]
 
     def with_known(self, blocks: GroupBlocks) -> GroupBlocks:
         """Return blocks with their sums if all are known already, else without."""
@@ -78,6 +89,11 @@ class PoolSums:
         if not (self._generations[ids] == _generations(blocks)).all():
             return blocks
         return msgspec.structs.replace(blocks, checksums=self._sums[ids].tolist())
+
+    def _told(self, blocks: GroupBlocks) -> GroupBlocks:
+        ids = _ids(blocks)
+        sums = np.where(self._generations[ids] == _generations(blocks), self._sums[ids], np.uint64(UNKNOWN))
+        return msgspec.structs.replace(blocks, checksums=sums.tolist())
 
     def note(self, block_ids: list[int], generations: list[int], sums: list[int]) -> None:
         """Take in what full blocks sum to, from whoever knows it already."""
@@ -108,13 +124,20 @@ class PoolSums:
 
     def _sum(self, ids: Ids, generations: Words, is_full: Flags) -> None:
         """Runs in the thread."""
-        self._store(ids, generations, is_full, sum_blocks(self._pool.blocks, ids))
+        sums = sum_blocks(self._pool.blocks, ids)
+        # Nothing has to hold the blocks: what got other content meanwhile was not summed. The words after the data.
+        are_same = self._pool.generations[ids] == generations
+        self._store(ids[are_same], generations[are_same], is_full[are_same], sums[are_same])
 
     def _store(self, ids: Ids, generations: Words, is_full: Flags, sums: Words) -> None:
         # The generation last: whoever finds it finds the sum.
         self._sums[ids] = sums
         self._is_full[ids] = is_full
         self._generations[ids] = generations
+
+
+def _nothing() -> None:
+    pass
 
 
 def _ids(blocks: GroupBlocks) -> Ids:

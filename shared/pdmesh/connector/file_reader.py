@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pdmesh.connector.active import ActivePulls, PullEnd, error_reason
+from pdmesh.connector.active import ActivePulls, PullEnd, are_as_told, error_reason
 from pdmesh.connector.base import Pull
 from pdmesh.connector.file_format import Seals, file_name, read_contents, read_exactly
 from pdmesh.connector.pool import PullTarget
@@ -65,8 +65,8 @@ class FilePull:
         with self._lock:
             if self._ended.is_set():
                 return True
-            [checksum] = copy_blocks(self._target.blocks, [self.pull.target_block_ids[place]], block, [0]).tolist()
-        return not self.pull.checksums or self.pull.checksums[place] == checksum
+            sums = copy_blocks(self._target.blocks, [self.pull.target_block_ids[place]], block, [0])
+        return not self.pull.checksums or are_as_told(sums, self.pull.checksums[place : place + 1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdmesh.connector.active import ActivePull, ActivePulls, PullEnd, error_reason, fault_of
+from pdmesh.connector.active import ActivePull, ActivePulls, PullEnd, are_as_told, error_reason, fault_of
 from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.options import GrpcOptions
 from pdmesh.connector.pool import KVPool, PullTarget
@@ -138,7 +138,7 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
                     return PullEnd.STALE
                 blocks = np.frombuffer(chunk.data, dtype=np.uint8).reshape(num, peer.shape.block_bytes)
                 sums = copy_blocks(target.blocks, pull.target_block_ids[done : done + num], blocks, range(num))
-                if active.checksums and sums.tolist() != active.checksums[done : done + num]:
+                if active.checksums and not are_as_told(sums, active.checksums[done : done + num]):
                     return PullEnd.CORRUPT
                 done += num
         return "" if done == len(pull.source_block_ids) else error_reason("the owner sent fewer blocks than asked")

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmesh.connector.active import PullEnd
+from pdmesh.connector.active import PullEnd, are_as_told
 from pdmesh.connector.native_agent import Ranges
 from pdmesh.connector.native_messages import AgentConnected, ConnectAgent, FromHelper, PullEnded, StartPull
 from pdmesh.connector.pool import KVPool, PoolShape, PullTarget
@@ -245,7 +245,7 @@ class PullJob:
     def _check(self, piece: slice) -> bool:
         """Sum what has arrived; in the thread for that."""
         sums = sum_blocks(self._place.target.blocks, self.message.target_block_ids[piece])
-        return bool((sums == self._wanted[piece]).all())
+        return are_as_told(sums, self._wanted[piece])
 
     def _read_words(self) -> None:
         sources = np.asarray(self.message.source_block_ids, dtype=np.uint64)

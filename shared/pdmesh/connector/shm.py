@@ -15,7 +15,7 @@ from enum import Enum
 import msgspec
 import numpy as np
 
-from pdmesh.connector.active import ActivePull, ActivePulls, PullEnd, error_reason, fault_of
+from pdmesh.connector.active import ActivePull, ActivePulls, PullEnd, are_as_told, error_reason, fault_of
 from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.options import ShmOptions
 from pdmesh.connector.pool import KVPool, PoolShape, PullTarget
@@ -236,7 +236,7 @@ class _Copy:
         sums = copy_blocks(
             self._target.blocks, self._target_ids[piece], self.source.pool.blocks, self._source_ids[piece]
         )
-        return not self._wanted.size or bool((sums == self._wanted[piece]).all())
+        return not self._wanted.size or are_as_told(sums, self._wanted[piece])
 
     def _generations_match(self) -> bool:
         pull = self.active.pull

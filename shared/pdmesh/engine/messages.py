@@ -209,6 +209,8 @@ class OfferSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
     groups: list[GroupBlocks]
     num_tokens: int
+    grows: bool = False
+    """The request goes on and writes behind these tokens, in the last block too."""
 
 
 class TransferEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -141,6 +141,8 @@ class RemoteKV:
                 request_id=request.request_id,
                 groups=state.kv.describe(blocks),
                 num_tokens=request.num_offered,
+                grows=sequence.num_tokens > request.num_offered
+                or not (request.prefill_only or request.sampling.max_tokens == 1),
             )
         )
         request.offer_id = ""

@@ -89,7 +89,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     first_block: int = 0
     """Index, in the request, of the first block listed: a sliding group lists only what its window needs."""
     checksums: list[int] = []
-    """Sum of each block's bytes, as its owner has them; empty: not known, and so not checked."""
+    """Sum of each block's bytes, as its owner has them; 0, or an empty list: not known, and so not checked."""
 
     @property
     def is_sound(self) -> bool:

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import grpc.aio
 
-from pdmesh.connector.active import PullEnd
+from pdmesh.connector.active import PullEnd, are_as_told
 from pdmesh.connector.handshake import Peer, translated
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.peers import PeerDirectory
@@ -37,7 +37,7 @@ from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RunningRequest, Sink
 from pdmesh.engine.server.writers import Writers
-from pdmesh.errors import MeshError, TransferFailed
+from pdmesh.errors import MeshError, PeerUnavailable, TransferFailed
 from pdmesh.protocol.exchange import Exchange
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.pushes import Expectation, PushOrder, PushProgress, is_offer_id, order_to_pb, progress_from_pb
@@ -260,9 +260,13 @@ class Expectations:
         )
         expected.has_ordered, expected.num_shut_out = True, self.writers.num_shut_out
         self._peers.track(peer, expected.transfer_id)
-        call = peer.stub.Push(
-            order_to_pb(order), timeout=expectation.remaining_s, metadata=self._secret.call_metadata()
-        )
+        try:
+            call = peer.stub.Push(
+                order_to_pb(order), timeout=expectation.remaining_s, metadata=self._secret.call_metadata()
+            )
+        except grpc.aio.UsageError as exc:
+            # Another call has lost the peer, and closed its channel, before this one began.
+            raise PeerUnavailable(f"{peer.address} was lost") from exc
         try:
             async for message in call:
                 progress = progress_from_pb(message)
@@ -288,7 +292,7 @@ class Expectations:
             return
         for blocks, wanted in zip(plan.blocks, progress.checksums, strict=True):
             sums = await asyncio.to_thread(sum_blocks, self._pool.blocks, blocks[start : progress.num_blocks])
-            if sums.tolist() != wanted:
+            if len(wanted) != len(sums) or not are_as_told(sums, wanted):
                 raise TransferFailed(f"{PullEnd.CORRUPT}: blocks came otherwise than they were written")
 
     def _received(self, expected: Expected, receiving: asyncio.Task[None]) -> None:

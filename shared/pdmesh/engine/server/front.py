@@ -159,6 +159,12 @@ async def _guard(name: str, part: Coroutine[object, object, None], life: Life) -
     """A part that fails takes the service down: half an engine is worse than none."""
     try:
         await part
+    except asyncio.CancelledError:
+        # A task group takes no note of one that nobody asked for: something that the part waited for was cancelled.
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        log.exception("%s was cancelled", name)
+        life.stop(InternalError(f"{name} failed: what it waited for was cancelled"))
     except MeshError as exc:
         life.stop(exc)
     except Exception as exc:

@@ -96,7 +96,7 @@ class Handoff:
             self.owner.publications.sealed(message.offer_id)
             if self.owner.sums is not None:
                 # While the ticket is on its way.
-                self.owner.sums.prepare(message.groups, message.num_tokens)
+                self.owner.sums.prepare(message.groups, message.num_tokens, grows=message.grows)
         self.owner.settle()
 
     def published(self, message: OfferPublished) -> None:

@@ -23,7 +23,7 @@ from pdmesh.connector.peers import Ask, Peer, PeerDirectory
 from pdmesh.engine.messages import BlocksComputed, CoreReady
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.metrics import EngineMetrics
-from pdmesh.errors import MeshError
+from pdmesh.errors import MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2
 from pdmesh.protocol.mesh_pb2_grpc import KVCacheStub
 from pdmesh.protocol.transfers import Begun, OfferView
@@ -140,6 +140,8 @@ class TierClient:
         )
         try:
             reply = await self._stub.Lookup(request, timeout=timeout_s, metadata=self._secret.call_metadata())
+        except grpc.aio.UsageError as exc:
+            raise PeerUnavailable(f"the channel to {self.address} was closed") from exc
         except grpc.aio.AioRpcError as exc:
             if _timed_out(exc):
                 raise TimeoutError from exc
@@ -182,6 +184,8 @@ class TierClient:
                 while self._stores and self._is_connected:
                     await self._hand_over(self._stores.popleft())
         finally:
+            # Nobody connects it again: whoever looks further must not ask over a closed channel.
+            self._is_connected = False
             await self._channel.close(None)
 
     async def _connect(self) -> bool:
