@@ -6,23 +6,29 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import grpc.aio
 import msgspec
 import pytest
 from prometheus_client import generate_latest
 
 from pdmesh.connector.peers import Ask
 from pdmesh.engine.messages import Abort, Stats
+from pdmesh.engine.push_messages import PushExpected
 from pdmesh.engine.server import sessions as sessions_module
 from pdmesh.engine.server.assembly import Engine
+from pdmesh.engine.server.expectations import Expected
 from pdmesh.engine.server.front import _guard
 from pdmesh.engine.server.sessions import Broken
-from pdmesh.errors import Draining, InvalidRequest, Overloaded
+from pdmesh.errors import Draining, InvalidRequest, Overloaded, PeerUnavailable, TransferFailed
 from pdmesh.lifecycle import Life
+from pdmesh.protocol.mesh_pb2_grpc import KVPeerStub
 from pdmesh.protocol.messages import ChoiceDelta
+from pdmesh.protocol.pushes import Expectation, PushProgress
 from pdmesh.protocol.ticket import unseal
 from pdmesh.protocol.transfers import Begun
 from pdmesh.protocol.wire import request_to_pb
 from pdmesh.security import MeshSecret
+from pdmesh_kernels.block_sum import sum_blocks
 from support.engines import SECRET, request
 from support.held_engine import HeldCore, Inbox, counted, play
 
@@ -88,6 +94,46 @@ def test_a_part_that_is_cancelled_by_what_it_waits_for_takes_the_service_down() 
         assert "tier failed" in str(life.exit_error)
 
     asyncio.run(scene())
+
+
+def test_what_a_pusher_tells_no_sum_of_is_not_checked_and_the_rest_is() -> None:
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        expectations = engine.servicer._sessions._expectations
+        plan = PushExpected(transfer_id="t", blocks=[[1, 2]])
+        assert expectations._pool is not None
+        [wanted, _] = sum_blocks(expectations._pool.blocks, [1, 2]).tolist()
+
+        def progress(*sums: int) -> PushProgress:
+            return PushProgress(peer_id="p@1", num_blocks=2, checksums=[list(sums)])
+
+        await expectations._check(plan, 0, progress(0, wanted))
+        for told in ((0, wanted ^ 1), (wanted,), ()):
+            with pytest.raises(TransferFailed, match="corrupt"):
+                await expectations._check(plan, 0, progress(*told))
+
+    play(scene)
+
+
+def test_a_push_that_is_asked_of_a_peer_lost_meanwhile_is_a_failed_push() -> None:
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        expectations = engine.servicer._sessions._expectations
+        expectations._connector = "nixl"
+        engine.handoff.owner.set_metadata("nixl", b"where")
+        channel = grpc.aio.insecure_channel("127.0.0.1:1")
+        peer: Any = SimpleNamespace(stub=KVPeerStub(channel), address="127.0.0.1:1", transfers=set())
+        await channel.close()
+        expected = Expected(
+            expectation=Expectation(
+                offer_id="o", owner_id="p@1", owner_address="127.0.0.1:1", token_ids=[1], cache_salt="", remaining_s=5.0
+            ),
+            sink=Inbox(),
+            transfer_id="t",
+            plan=asyncio.get_running_loop().create_future(),
+        )
+        with pytest.raises(PeerUnavailable):
+            await expectations._read(expected, peer, PushExpected(transfer_id="t", blocks=[[1]]))
+
+    play(scene)
 
 
 def test_the_queue_bound_refuses_with_retry_after() -> None:

@@ -119,6 +119,21 @@ def test_blocks_that_are_not_what_the_engine_summed_are_dropped_and_those_before
     asyncio.run(scenario())
 
 
+def test_a_block_whose_sum_an_engine_does_not_tell_is_summed_here_and_the_others_are_checked() -> None:
+    async def scenario() -> None:
+        keys, other = chain("prompt", 3), chain("other", 3)
+        async with running_tier() as tier, running_engine("prefill") as prefill:
+            prefill.fill([0, 1, 2], seed=1)
+            sums = sum_blocks(prefill.pool.blocks, [0, 1, 2]).tolist()
+            await prefill.store(tier, keys, [0, 1, 2], checksums=[0, 0, sums[2]])
+            await tier.until("store_blocks_committed_total", at_least(3))
+            assert list((await tier.lookup(keys, transfer_id="t1")).blocks.checksums) == sums
+            await prefill.store(tier, other, [0, 1, 2], checksums=[0, sums[1], sums[2] ^ 1])
+            assert await tier.until("store_blocks_dropped_total", at_least(1), reason="corrupt") == 1
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("tells_sums", [True, False])
 def test_a_block_that_is_damaged_in_the_arena_reaches_nobody(tells_sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     arenas: list[Arena] = []

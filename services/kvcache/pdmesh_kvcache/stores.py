@@ -13,7 +13,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdmesh.connector.active import PullEnd
+from pdmesh.connector.active import UNKNOWN, PullEnd
 from pdmesh.connector.peers import Peer
 from pdmesh.errors import MeshError
 from pdmesh_kvcache.arena import BlockKind
@@ -228,9 +228,7 @@ class Stores:
         if remaining_s <= 0:
             return PullEnd.TIMEOUT
         blocks = [store.blocks[each.key] for each in part]
-        checksums = [block.checksum for block in blocks if block.checksum is not None]
-        if host.arena.sums is None or len(checksums) < len(blocks):
-            checksums = []
+        checksums = [block.checksum or UNKNOWN for block in blocks] if host.arena.sums is not None else []
         result = await host.puller.pull(
             peer,
             [block.block_id for block in blocks],
@@ -242,10 +240,10 @@ class Stores:
         self._metrics.pulled_bytes.inc(result.num_bytes)
         if not result.reason:
             slots = [each.slot for each in part]
-            if checksums:
+            if UNKNOWN not in checksums:
                 host.arena.note_sums(slots, checksums)
             else:
-                await asyncio.to_thread(host.arena.note_sums, slots, checksums)
+                await asyncio.to_thread(host.arena.note_sums, slots, [])
         return result.reason
 
     def _give_up(self, store: Offering, host: ArenaHost, reason: str, num_blocks: int) -> None:

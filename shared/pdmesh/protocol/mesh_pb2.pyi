@@ -975,7 +975,7 @@ class BlockList(_message.Message):
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """of each block's bytes (kernels/pdmesh_kernels/block_sum); empty: not known, not checked"""
+        """of each block's bytes (kernels/pdmesh_kernels/block_sum); 0, or none at all: not known, not checked"""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class PushProgress:
     num_blocks: int = 0
     """So many of the first targets of each group hold their content, and will not be written again."""
     checksums: list[list[int]] = field(default_factory=list)
-    """Of each group: what those sum to that are new since the last word. Empty: not known, not checked."""
+    """Of each group: what those sum to that are new since the last word. 0 for a block, or no group: not checked."""
     ended: bool = False
     """Nothing is written any more, whatever happens."""
     error: MeshError | None = None
