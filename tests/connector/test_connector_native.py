@@ -131,6 +131,37 @@ def test_a_crash_during_pulls_ends_them(name: str, node: Node) -> None:
         assert all(each.reason.startswith("error:") for each in results)
 
 
+def test_an_order_is_not_carried_out_when_its_pull_has_ended(name: str, node: Node) -> None:
+    """A pull may be ended with one life of the helper while its order is being queued: the next life read into blocks that
+    were another's by then."""
+    with consuming(name) as consumer:
+        consumer.connector.connect(node.pool_for(name))
+        helper = consumer.connector._helper  # type: ignore[attr-defined]
+        pull = Pull(
+            transfer_id="ended",
+            peer_id=node.peer_id,
+            source_block_ids=[3],
+            generations=node.first_generations[3:4],
+            target_block_ids=[3],
+            deadline_s=5.0,
+        )
+        send = helper.send
+
+        def send_late(order: object) -> None:
+            helper._fail_all("it crashed")
+            send(order)
+
+        helper.send = send_late
+        consumer.connector.start(pull)
+        helper.send = send
+        (result,) = wait_for(consumer.connector, 1, 5.0)
+        assert result.reason.startswith("error:")
+        consumer.connector.start(replace(pull, transfer_id="other", target_block_ids=[5]))
+        assert [each.reason for each in wait_for(consumer.connector, 1, 5.0)] == [""]
+        assert consumer.pool.blocks[5].any()
+        assert not consumer.pool.blocks[3].any()
+
+
 def test_a_helper_that_hangs_is_killed_when_a_pull_is_overdue(name: str, node: Node) -> None:
     """Nothing may write to a block after its pull has ended: what cannot be stopped is killed first."""
     with consuming(name) as consumer:

@@ -116,6 +116,30 @@ def test_an_engine_none_of_whose_connectors_works_is_not_ready_and_says_why(monk
     play(scene, **CONNECTORS)
 
 
+def test_a_connector_without_a_verdict_is_proved_again_and_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe to which the core gave no answer was taken for a proof, and never repeated."""
+    monkeypatch.setattr(HeldCore, "ready", WITH_CONNECTORS)
+    monkeypatch.setattr(kv_probe, "FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(kv_probe, "ANSWER_TIMEOUT_S", 0.05)
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        core.mute, core.broken = {"nixl"}, {"shm": "peer_lost"}
+        await engine.probe.first()
+        assert await engine.generator.problem() == "no KV connector works (nixl: not proved yet; shm: peer_lost)"
+        core.broken = {}
+        proving = asyncio.create_task(engine.probe.run())
+        await asyncio.wait_for(engine.probe.works(), 5)
+        assert await engine.generator.healthy()
+        # None has failed, and the one without a verdict is asked for all the same.
+        core.mute, core.broken = set(), {"nixl": "corrupt"}
+        async with asyncio.timeout(5):
+            while list(engine.servicer._info.connectors) != ["shm"]:
+                await asyncio.sleep(0.01)
+        proving.cancel()
+
+    play(scene, **CONNECTORS)
+
+
 def cores_of_this_process() -> set[int]:
     """Process ids."""
     children = psutil.Process().children()

@@ -60,6 +60,8 @@ class HeldCore:
         self.is_frozen = False
         self.broken: dict[str, str] = {}
         """Connector -> how its pulls of an own block end."""
+        self.mute: set[str] = set()
+        """Connectors whose pulls of an own block get no answer."""
         self._connector = ""
         self._said: asyncio.Queue[FromCore] = asyncio.Queue()
 
@@ -70,7 +72,7 @@ class HeldCore:
                 # Every peer's memory is within reach.
                 self._connector = message.connector
                 self._said.put_nowait(PeerConnected(peer_id=message.peer_id, connector=message.connector))
-            case PullOwnBlock():
+            case PullOwnBlock() if self._connector not in self.mute:
                 error = self.broken.get(self._connector, "")
                 self._said.put_nowait(OwnBlockPulled(number=message.number, error=error))
             case Ping() if not self.is_frozen:

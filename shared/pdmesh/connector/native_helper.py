@@ -34,6 +34,8 @@ from pdmesh.connector.native_messages import (
     HelperReady,
     PullEnded,
     Setup,
+    StartPull,
+    StartPush,
     ToHelper,
     frame,
     from_helper_decoder,
@@ -76,7 +78,7 @@ class NativeHelper:
         self._peer_id = peer_id
         self._pulls = pulls
         self._lock = threading.Lock()
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[ToHelper] = deque()
         self._connecting: dict[int, Future[str]] = {}
         """By order."""
         self._orders = itertools.count(1)
@@ -105,7 +107,7 @@ class NativeHelper:
     def send(self, message: ToHelper) -> None:
         """Queue an order; never blocks."""
         with self._lock:
-            self._outbox.append(frame(message))
+            self._outbox.append(message)
         self.wake()
 
     def connect(self, message: ConnectAgent) -> None:
@@ -197,7 +199,7 @@ class NativeHelper:
             with self._lock:
                 # A life begins with its set-up and the peers of the one before, whatever was queued meanwhile.
                 first: list[ToHelper] = [self._setup(), *self._connected.values()]
-                self._outbox.extendleft(frame(message) for message in reversed(first))
+                self._outbox.extendleft(reversed(first))
             why = self._converse(ours, process)
             _kill(process)
             return why
@@ -239,10 +241,11 @@ class NativeHelper:
             selector.register(connection, selectors.EVENT_READ)
             while not self._closing:
                 with self._lock:
-                    unsent += b"".join(self._outbox)
+                    orders = list(self._outbox)
                     self._outbox.clear()
                     if self._shutting_out:
                         return "peers may have written through it after they should, so it was killed"
+                unsent += b"".join(frame(order) for order in orders if self._is_wanted(order))
                 interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
                 selector.modify(connection, interest)
                 fence_s = min((active.fence_s for active in self._pulls.all()), default=None)
@@ -268,6 +271,11 @@ class NativeHelper:
                     except OSError:
                         return f"it ended with code {process.wait()}"
         return "closed"
+
+    def _is_wanted(self, order: ToHelper) -> bool:
+        """Whether an order is still to be carried out. What was queued while the life before ended may have been ended with it,
+        and its blocks be another's by now."""
+        return not isinstance(order, StartPull | StartPush) or self._pulls.get(order.transfer_id) is not None
 
     def _hear(self, body: bytes) -> None:
         message = from_helper_decoder.decode(body)

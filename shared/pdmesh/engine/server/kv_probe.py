@@ -66,37 +66,41 @@ class KVProbe:
     @property
     def problem(self) -> str:
         """Why this engine can exchange no KV; empty when it can."""
-        if not self._names or len(self._errors) < len(self._names):
+        is_one_missing = self._is_serving.is_set() and not self._works.is_set()
+        if not self._names or (len(self._errors) < len(self._names) and not is_one_missing):
             return ""
-        reasons = "; ".join(f"{name}: {error}" for name, error in self._errors.items())
+        reasons = "; ".join(f"{name}: {self._errors.get(name, 'not proved yet')}" for name in self._names)
         return f"no KV connector works ({reasons})"
 
     async def first(self) -> None:
         """Prove connectors, the preferred one first, until one works."""
         for name in self._names:
             await self._prove(name)
-            if name not in self._errors:
+            if self._works.is_set():
                 break
+        self._is_serving.set()
         if self.problem:
             log.error("not ready: %s", self.problem)
-        self._is_serving.set()
 
     async def works(self) -> None:
         """Return when some connector works."""
         await self._works.wait()
 
     async def run(self) -> None:
-        """Prove the others, those that changed, and those that failed again, until cancelled; asleep while there are none."""
+        """Prove the others, those that changed, and again those that failed or had no verdict, until cancelled; asleep while
+        there are none."""
         await self._is_serving.wait()
         backoff_s = FIRST_BACKOFF_S
         while True:
+            # Before and not behind: one that changes meanwhile is due.
+            self._due.clear()
             for name in [each for each in self._names if each in self._unproved]:
                 await self._prove(name)
-            self._due.clear()
-            if not self._errors:
+            is_open = bool(self._errors or self._unproved)
+            if not is_open:
                 backoff_s = FIRST_BACKOFF_S
             try:
-                async with asyncio.timeout(backoff_s if self._errors else None):
+                async with asyncio.timeout(backoff_s if is_open else None):
                     await self._due.wait()
             except TimeoutError:
                 backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
@@ -123,6 +127,7 @@ class KVProbe:
         except DeadlineExceeded as exc:
             # The core has no two blocks to spare, or is busy with worse: nothing is known of the connector.
             log.info("connector %s is not proved yet: %s", name, exc.message)
+            self._unproved.add(name)
             return
         self._metrics.connector_proved.labels(self._identity.model_name, "0", name).set(not error)
         if error:
