@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
-from pdmesh.connector.native_agent import CopyState
+from pdmesh.connector import native_push_job
+from pdmesh.connector.native_agent import CopyState, WritingAgent
 from pdmesh.connector.native_jobs import Memory
 from pdmesh.connector.native_messages import (
     AgentConnected,
     CancelPull,
     ConnectAgent,
     DisconnectAgent,
+    FromHelper,
     PullEnded,
     StartPull,
+    StartPush,
 )
 from pdmesh.connector.native_process import Helper
 from pdmesh.connector.pool import PoolShape, create_pool_file, size_pool_file
@@ -25,12 +28,15 @@ SHAPE = PoolShape(num_blocks=4, block_bytes=4096)
 PROOF = b"p" * 32
 
 
-class Agent:
+class Agent(WritingAgent):
     """NIXL as the test wants it: each read is in the state the test gives it; running ones refuse to be released."""
 
     def __init__(self) -> None:
         self.states: list[CopyState] = []
         self.reads: list[Any] = []
+        self.writes: list[Any] = []
+        self.refused_write = 0
+        """The one, counted from 1, that cannot be posted whole."""
         self.released: list[int] = []
         self.removed: list[str] = []
 
@@ -44,6 +50,19 @@ class Agent:
         self.states.append(CopyState.RUNNING)
         self.reads.append(local)
         return len(self.states) - 1
+
+    def write(self, local: Any, remote: Any, peer: str) -> int:
+        self.writes.append(local)
+        if len(self.writes) == self.refused_write:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        self.states.append(CopyState.RUNNING)
+        return len(self.states) - 1
+
+    def register(self, address: int, num_bytes: int) -> None:
+        pass
+
+    def metadata(self) -> bytes:
+        return b"own"
 
     def state(self, handle: int) -> CopyState:
         return self.states[handle]
@@ -61,7 +80,7 @@ class Scene:
         self.memory = Memory(fd, SHAPE)
         os.close(fd)
         self.agent = Agent()
-        self.helper = Helper(self.agent, self.memory, Throttle(0))  # type: ignore[arg-type]
+        self.helper = Helper(self.agent, self.memory, Throttle(0))
 
     def connect(self, peer_id: str = "owner@1", agent: bytes = b"agent-1") -> None:
         order = ConnectAgent(
@@ -87,6 +106,14 @@ class Scene:
         )
         assert self.helper.handle(pull) == []
         return len(self.agent.states) - 1
+
+    def push(self) -> list[FromHelper]:
+        """Begin a write of all blocks; what is said of it at once."""
+        blocks = list(range(SHAPE.num_blocks))
+        push = StartPush(
+            transfer_id="w", peer_id="owner@1", source_block_ids=blocks, target_block_ids=blocks, deadline_s=30.0
+        )
+        return self.helper.handle(push)
 
 
 @pytest.fixture
@@ -141,3 +168,34 @@ def test_a_peer_that_comes_back_is_not_dropped_with_its_old_reads(scene: Scene) 
     assert scene.helper.poll() == []
     scene.agent.states[-1] = CopyState.DONE
     assert [each.reason for each in scene.helper.poll() if isinstance(each, PullEnded)] == [""]
+
+
+def test_a_cancelled_write_stops_between_its_pieces(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was posted whole, so that on a slow link only the end of the whole process stopped it."""
+    monkeypatch.setattr(native_push_job, "PIECE_BYTES", 2 * SHAPE.block_bytes)
+    scene.connect()
+    assert scene.push() == []
+    assert [len(each) for each in scene.agent.writes] == [2]
+    scene.helper.handle(CancelPull(transfer_id="w"))
+    assert scene.helper.poll() == []
+    scene.agent.states[-1] = CopyState.DONE
+    assert scene.helper.poll() == [ended("w", "cancelled")]
+    assert len(scene.agent.writes) == 1
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_write_that_was_not_posted_whole_may_still_arrive(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(native_push_job, "PIECE_BYTES", 2 * SHAPE.block_bytes)
+    scene.connect()
+    scene.agent.refused_write = number
+    answers = scene.push()
+    if number == 2:
+        assert answers == []
+        scene.agent.states[-1] = CopyState.DONE
+        answers = scene.helper.poll()
+    [answer] = answers
+    assert isinstance(answer, PullEnded)
+    assert (answer.transfer_id, answer.may_write) == ("w", True)
+    assert answer.reason

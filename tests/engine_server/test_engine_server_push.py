@@ -11,12 +11,16 @@ from typing import Any
 
 import grpc.aio
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
 from pdmesh.connector.base import PushConnector
 from pdmesh.connector.pool import PoolShape
 from pdmesh.connector.registry import make_worker_connectors
+from pdmesh.engine.messages import DisconnectPeer
+from pdmesh.engine.server import outgoing_pushes
+from pdmesh.engine.server.assembly import Engine
 from pdmesh.models.source import DEMO_MODEL
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
@@ -26,6 +30,7 @@ from pdmesh.protocol.ticket import request_digest
 from pdmesh.protocol.transfers import Begin
 from pdmesh.security import MeshSecret
 from pdmesh_kernels.block_sum import sum_blocks
+from support.held_engine import HeldCore, play
 from support.mesh import Service, start
 from support.pool_node import make_pool
 
@@ -192,3 +197,30 @@ def test_an_offer_that_is_over_is_pushed_no_more(prefill: Service, consumer: Con
     while prefill.metric("pdmesh_kv_blocks_used"):
         assert time.monotonic() < end_s, "blocks stay held for an offer that is over"
         time.sleep(0.1)
+
+
+def test_consumers_that_were_replaced_do_not_stay_connected_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decode that is started anew has another id: those before it stayed attached as long as the owner lived."""
+    monkeypatch.setattr(outgoing_pushes, "NUM_ATTACHED", 2)
+    monkeypatch.setattr(HeldCore, "ready", msgspec.structs.replace(HeldCore.ready, block_size=BLOCK))
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        pushes = engine.handoff.pushes
+        pushes.opened("o", NUM_TOKENS)
+        for peer_id in ("a@1", "b@1", "c@1", "a@1", "d@1", "e@1"):
+            await pushes._attach(
+                PushOrder(
+                    begin=Begin(transfer_id="t", consumer_id=peer_id, offer_id="o", digest=DIGEST, remaining_s=30.0),
+                    targets=[GroupBlocks(group=0, block_ids=[1], generations=[], first_block=0)],
+                    connector="shm",
+                    metadata=peer_id.encode(),
+                    num_blocks=NUM_BLOCKS,
+                    block_bytes=4096,
+                )
+            )
+        # Two besides the one that is written to.
+        assert list(pushes._attached) == ["a@1", "d@1", "e@1"]
+        gone = [each.peer_id for each in core.sent if isinstance(each, DisconnectPeer)]
+        assert gone == ["b@1", "c@1"]
+
+    play(scene)

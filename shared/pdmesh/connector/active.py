@@ -17,6 +17,8 @@ from pdmesh.connector.base import Pull, PullResult, Push
 from pdmesh.connector.pool import PoolShape
 
 FENCE_GRACE_S = 1.0
+# A piece of a write that has left may have a slow link before it, and to end it by force ends all pulls as well.
+WRITE_GRACE_S = 5.0
 ERROR_PREFIX = "error:"
 
 
@@ -53,7 +55,8 @@ class ActivePull:
         self.pull = pull
         self.started_s = time.monotonic()
         self.deadline_s = self.started_s + pull.deadline_s
-        self.fence_s = self.deadline_s + FENCE_GRACE_S
+        self._grace_s = WRITE_GRACE_S if isinstance(pull, Push) else FENCE_GRACE_S
+        self.fence_s = self.deadline_s + self._grace_s
         """When a connector whose reads cannot be taken back must make sure by force that they have ended."""
         self._cancelled = False
         self._peer_lost = False
@@ -95,7 +98,7 @@ class ActivePull:
 
     def fence_soon(self) -> None:
         """It should have ended now."""
-        self.fence_s = min(self.fence_s, time.monotonic() + FENCE_GRACE_S)
+        self.fence_s = min(self.fence_s, time.monotonic() + self._grace_s)
 
     def interruption(self) -> str:
         """Why it should stop now; empty when it may go on."""

@@ -123,7 +123,13 @@ class Helper:
         try:
             self._jobs.append(self._job(peer, message))
         except Exception as exc:  # any of the library's classes
-            ended = PullEnded(transfer_id=message.transfer_id, reason=error_reason(exc), num_bytes=0)
+            ended = PullEnded(
+                transfer_id=message.transfer_id,
+                reason=error_reason(exc),
+                num_bytes=0,
+                # A part of a write may have been posted.
+                may_write=isinstance(message, StartPush),
+            )
             return [ended, *self._drop(message.peer_id)]
         return []
 

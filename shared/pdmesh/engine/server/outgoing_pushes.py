@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 # The prefill leg was sent at the same time: it comes within a round trip, or never.
 OPEN_WAIT_S = 2.0
+NUM_ATTACHED = 64
+"""Consumers that are written to at other times than now and stay connected: one that is replaced comes back under another id."""
 LOST = ("peer_lost", "error:", "timeout")
 """How reasons begin after which a consumer is connected anew for the next push."""
 
@@ -71,8 +73,8 @@ class OutgoingPushes:
         self._num_tokens: dict[str, int] = {}
         """Of the prompts of offers that have not ended."""
         self._opened = asyncio.Event()
-        self._attached: dict[str, bytes] = {}
-        """Consumer -> the metadata that it was connected with last."""
+        self._attached: OrderedDict[str, bytes] = OrderedDict()
+        """Consumer -> the metadata that it was connected with last; that of the latest push at the end."""
         self._attaching = asyncio.Lock()
         self._unsure: OrderedDict[str, None] = OrderedDict()
         """Transfers of which bytes may be on their way to the consumer although this engine writes no more."""
@@ -206,6 +208,7 @@ class OutgoingPushes:
             raise TransferFailed(f"mismatch: the prompt of the offer has {num_full} full blocks")
         async with self._attaching:
             if self._attached.get(consumer_id) == order.metadata:
+                self._attached.move_to_end(consumer_id)
                 return
             for known in [each for each in self._attached if engine_id_of(each) == engine_id_of(consumer_id)]:
                 self._forget(known)
@@ -217,6 +220,14 @@ class OutgoingPushes:
             )
             await self._core_peers.attach(pool, order.connector)
             self._attached[consumer_id] = order.metadata
+            self._forget_idle(consumer_id)
+
+    def _forget_idle(self, latest_id: str) -> None:
+        """Disconnect those that were pushed to longest ago, where there are too many."""
+        writing = {push.consumer_id for push in self._active.values()} | {latest_id}
+        idle = [each for each in self._attached if each not in writing]
+        for consumer_id in idle[: max(0, len(idle) - NUM_ATTACHED)]:
+            self._forget(consumer_id)
 
     def _forget(self, consumer_id: str) -> None:
         if self._attached.pop(consumer_id, None) is not None:
