@@ -55,6 +55,12 @@ class _Landing:
     def num_targets(self) -> int:
         return len(self.targets[0])
 
+    @property
+    def num_held(self) -> int:
+        """Leading targets that are held at most."""
+        is_awaited = self.state in (LandingState.EXPECTED, LandingState.QUARANTINED)
+        return self.num_targets if is_awaited else self.num_arrived
+
     def part(self, start: int, end: int) -> BlockLists:
         return [table[start:end] for table in self.targets]
 
@@ -171,7 +177,7 @@ class Landings:
         if not num_missing:
             return ALL_CACHED
         num_wanted = num_missing * len(kv.groups)
-        num_held = sum(len(each.targets) * each.num_targets for each in self._landings.values())
+        num_held = sum(len(each.targets) * each.num_held for each in self._landings.values())
         fits = num_held + num_wanted <= MAX_SHARE * kv.num_blocks and num_wanted <= MAX_SHARE_OF_FREE * kv.num_free
         return "" if fits else NO_ROOM
 

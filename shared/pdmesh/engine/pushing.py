@@ -34,6 +34,8 @@ class _Outgoing:
     """Those under way: the place, among the targets, of the first block of each."""
     reason: str = ""
     """Why it is over before all is written."""
+    is_sealed: bool = False
+    """The prompt is computed: what was written of it is not taken back any more."""
     may_write: bool = False
     """Bytes of a write that failed may still be on their way."""
 
@@ -48,7 +50,7 @@ class _Outgoing:
 
     @property
     def is_over(self) -> bool:
-        return not self.writes and (bool(self.reason) or self.num_ordered >= self.num_targets)
+        return not self.writes and (bool(self.reason) or (self.is_sealed and self.num_ordered >= self.num_targets))
 
 
 class Pushing:
@@ -68,10 +70,14 @@ class Pushing:
         push = self._outgoing[order.transfer_id] = _Outgoing(order=order)
         kv, state = self._state.kv, self._state
         if (sealed := state.ledger.offered(order.offer_id)) is not None:
+            push.is_sealed = True
             self._write(push, sealed, push.num_targets + order.first_block)
             return
         for request in state.requests.values():
-            if request.offer_id == order.offer_id:
+            if request.offer_id == order.offer_id and not request.lead.may_register:
+                # It rests on what was computed before the prefix cache was emptied.
+                self._stop(push, RESET)
+            elif request.offer_id == order.offer_id:
                 self._write(push, request.lead.blocks, request.lead.num_computed // kv.block_size)
 
     def advance(self, sequence: Sequence) -> None:
@@ -84,7 +90,10 @@ class Pushing:
     def sealed(self, offer_id: str, blocks: BlockLists) -> None:
         """Write what is left of an offer whose prompt is computed."""
         for push in self._of_offer(offer_id):
+            push.is_sealed = True
             self._write(push, blocks, push.num_targets + push.order.first_block)
+            if push.is_over:
+                self._tell(push)
 
     def spoil(self, offer_id: str) -> None:
         """What was computed for an offer is not to be trusted."""

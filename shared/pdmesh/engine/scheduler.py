@@ -194,6 +194,7 @@ class Scheduler:
         request = broken.sequence.request
         log.error("request %s met a bug of the engine", request.request_id, exc_info=broken)
         self.state.counters.illegal_events += 1
+        self.remote.pushing.spoil(request.offer_id)
         self.state.expel(request, InternalError(f"the engine met a bug: {broken}"))
 
     def _schedule_running(self, schedule: Schedule) -> tuple[int, bool]:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -63,6 +64,8 @@ class Over(StrEnum):
     WITHDRAWN = "withdrawn"
     TIMEOUT = "timeout"
     SESSION = "session"
+    FAILED = "failed"
+    """It came to less than its owner's word that all is written."""
     PRESSURE = PRESSURE
 
 
@@ -123,6 +126,8 @@ class Expectations:
         self._connector = ready.push_connectors[0] if is_enabled and ready.push_connectors else ""
         self._by_offer: dict[str, Expected] = {}
         self._by_transfer: dict[str, Expected] = {}
+        self._withdrawn: OrderedDict[str, Sink] = OrderedDict()
+        """Offers that were withdrawn and not expected: the one word may overtake the other."""
         self.writers = Writers(core=core, peers=peers, connector=self._connector)
 
     def __len__(self) -> int:
@@ -130,6 +135,10 @@ class Expectations:
 
     def expect(self, expectation: Expectation, sink: Sink) -> None:
         """Get ready for a push; what cannot be is counted, and its request served without."""
+        if self._withdrawn.get(expectation.offer_id) is sink:
+            del self._withdrawn[expectation.offer_id]
+            self._metrics.pushes_received.inc("skipped", Over.WITHDRAWN)
+            return
         if reason := self._obstacle(expectation):
             self._metrics.pushes_received.inc("skipped", reason)
             return
@@ -146,15 +155,21 @@ class Expectations:
         expected.receiving.add_done_callback(lambda task: self._received(expected, task))
 
     def withdraw(self, sink: Sink, offer_id: str) -> None:
-        """A proxy will send no request for it, or needs it no longer; unknown ones are over already."""
+        """A proxy will send no request for it, or needs it no longer; unknown ones are over already, or come yet."""
         expected = self._by_offer.get(offer_id)
         if expected is not None and expected.sink is sink:
             self._end(expected, Over.WITHDRAWN)
+        elif expected is None and is_offer_id(offer_id):
+            self._withdrawn[offer_id] = sink
+            if len(self._withdrawn) > MAX_EXPECTATIONS:
+                self._withdrawn.popitem(last=False)
 
     def session_closed(self, sink: Sink) -> None:
         """A proxy has gone, and with it what it would have sent."""
         for expected in [each for each in self._by_offer.values() if each.sink is sink]:
             self._end(expected, Over.SESSION)
+        for offer_id in [offer_id for offer_id, each in self._withdrawn.items() if each is sink]:
+            del self._withdrawn[offer_id]
 
     async def settled(self, running: RunningRequest, offer_id: str) -> str:
         """Return, for the request that goes on with an offer, the id of its push, when what is under way has arrived or it has
@@ -211,6 +226,16 @@ class Expectations:
             expected.failure = reason_of(exc)
         except TimeoutError:
             expected.failure = "timeout"
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            # Not this task's end: a call, cut off as somebody else lost the peer and its channel was closed.
+            expected.failure = PullEnd.PEER_LOST
+        except Exception:
+            # One push must not take the server with it, whose task group this runs in.
+            log.exception("a push from %s failed", expected.expectation.owner_id)
+            self._metrics.unexpected_errors.inc("pushes")
+            expected.failure = "internal"
 
     async def _find_owner(self, expectation: Expectation) -> Peer:
         peer = await self._peers.reach(expectation.owner_address, REACH_TIMEOUT_S)
@@ -290,6 +315,10 @@ class Expectations:
         """Raise TransferFailed when the blocks that are new do not sum to what the owner's do."""
         if not progress.checksums or self._pool is None:
             return
+        if len(progress.checksums) != len(plan.blocks):
+            raise TransferFailed(
+                f"malformed: checksums of {len(progress.checksums)} groups came, of {len(plan.blocks)} are wanted"
+            )
         for blocks, wanted in zip(plan.blocks, progress.checksums, strict=True):
             sums = await asyncio.to_thread(sum_blocks, self._pool.blocks, blocks[start : progress.num_blocks])
             if len(wanted) != len(sums) or not are_as_told(sums, wanted):
@@ -303,10 +332,10 @@ class Expectations:
         expected.settled.set()
         if receiving.cancelled():
             expected.failure = expected.failure or "unwanted"
-        elif (error := receiving.exception()) is not None:
-            log.error("a push from %s failed", expected.expectation.owner_id, exc_info=error)
-            expected.failure = "internal"
         self._count(expected)
+        if expected.has_landing and expected.failure and (expected.running is None or expected.failure == INVALID):
+            # Before its writer has stopped: a retry of the request must not find what may be broken.
+            self._end(expected, Over.FAILED)
         if expected.has_ordered:
             self._tasks.create_task(self._settle_writer(expected))
         else:
@@ -326,8 +355,7 @@ class Expectations:
     def _stopped(self, expected: Expected) -> None:
         expected.is_stopped = True
         if expected.has_landing:
-            is_broken = expected.failure == INVALID
-            self._core.send(EndPush(transfer_id=expected.transfer_id, is_stopped=True, is_broken=is_broken))
+            self._core.send(EndPush(transfer_id=expected.transfer_id, is_stopped=True))
         self._forget_if_done(expected)
 
     def _end(self, expected: Expected, why: Over) -> None:
@@ -339,8 +367,10 @@ class Expectations:
         if expected.timer is not None:
             expected.timer.cancel()
         self._by_offer.pop(expected.expectation.offer_id, None)
-        if expected.has_landing and why not in (Over.CLAIMED, Over.PRESSURE):
-            self._core.send(EndPush(transfer_id=expected.transfer_id, is_unwanted=True))
+        if expected.has_landing and why is not Over.CLAIMED:
+            # That the owner takes it back may be what nobody waits for any more.
+            is_broken = bool(expected.failure) or not expected.is_stopped
+            self._core.send(EndPush(transfer_id=expected.transfer_id, is_unwanted=True, is_broken=is_broken))
         if expected.receiving is not None:
             expected.receiving.cancel()
         self._forget_if_done(expected)

@@ -1,0 +1,160 @@
+"""The consumer's end of pushes, between a core that is played and an owner that is: nothing ends it but its own server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import grpc.aio
+import pytest
+
+from pdmesh.connector.handshake import Peer
+from pdmesh.engine.push_messages import EndPush, ExpectPush, PushArrived, PushExpected
+from pdmesh.engine.server.expectations import Expectations
+from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol.exchange import Exchange
+from pdmesh.protocol.pushes import Expectation, PushProgress, progress_to_pb
+from pdmesh.security import MeshSecret
+
+OFFER = "0" * 32
+EXPECTATION = Expectation(
+    offer_id=OFFER, owner_id="owner@1", owner_address="127.0.0.1:1", token_ids=[1] * 8, cache_salt="", remaining_s=30.0
+)
+
+
+class Call:
+    """What an owner's stream brings."""
+
+    def __init__(self, said: list[PushProgress], error: BaseException | None, is_endless: bool = False) -> None:
+        self.said = said
+        self.error = error
+        self.is_endless = is_endless
+
+    async def __aiter__(self) -> AsyncIterator[pb.PushProgress]:
+        for each in self.said:
+            yield progress_to_pb(each)
+        if self.error is not None:
+            raise self.error
+        if self.is_endless:
+            await asyncio.Event().wait()
+
+    def cancel(self) -> None:
+        pass
+
+
+class World:
+    def __init__(self, tasks: asyncio.TaskGroup, push: Callable[..., Any]) -> None:
+        self.sent: list[Any] = []
+        self.metrics = MagicMock()
+        peer = MagicMock(spec=Peer, peer_id="owner@1", exchange=Exchange.BYTES, address="127.0.0.1:1")
+        peer.stub = SimpleNamespace(Push=push)
+        peers = MagicMock()
+
+        async def reach(*_: object) -> Peer:
+            return peer
+
+        async def done(*_: object) -> None:
+            pass
+
+        peers.reach, peers.end = reach, done
+        ready = SimpleNamespace(
+            push_connectors=["nixl"], vocab_size=10, max_model_len=100, block_size=4, num_blocks=8, block_bytes=1,
+            layout_fingerprints=["one"],
+        )  # fmt: skip
+        parts: dict[str, Any] = {
+            "identity": SimpleNamespace(engine_id="d", peer_id="d@1"),
+            "ready": ready,
+            "secret": MeshSecret("a-secret-for-the-tests"),
+            "core": SimpleNamespace(send=self._send),
+            "peers": peers,
+            "owner": SimpleNamespace(metadata=lambda _: b"pool"),
+            "tasks": tasks,
+            "metrics": self.metrics,
+            "pool": SimpleNamespace(blocks=None),
+            "is_enabled": True,
+        }
+        self.expectations = Expectations(**parts)
+        writers: Any = self.expectations.writers
+        writers.stop = done
+
+    def _send(self, message: Any) -> None:
+        self.sent.append(message)
+        if isinstance(message, ExpectPush):
+            planned = PushExpected(transfer_id=message.transfer_id, first_block=0, blocks=[[1, 2]])
+            asyncio.get_running_loop().call_soon(self.expectations.planned, planned)
+
+    async def ended(self) -> None:
+        async with asyncio.timeout(10):
+            while not any(isinstance(each, EndPush) and each.is_stopped for each in self.sent):
+                await asyncio.sleep(0.01)
+
+
+def progress(**fields: Any) -> PushProgress:
+    return PushProgress(**({"peer_id": "owner@1", "num_blocks": 0} | fields))
+
+
+def closed(*_: object, **__: object) -> Call:
+    raise grpc.aio.UsageError("Channel is closed.")
+
+
+@pytest.mark.parametrize(
+    ("push", "reason"),
+    [
+        (lambda *_, **__: Call([], asyncio.CancelledError()), "peer_lost"),
+        (closed, "peer_unavailable"),
+        (lambda *_, **__: Call([progress(num_blocks=2, checksums=[[1, 2], [3, 4]])], None), "malformed"),
+        (lambda *_, **__: Call([], RuntimeError("a bug")), "internal"),
+    ],
+    ids=["cut_off", "closed", "groups", "bug"],
+)
+def test_whatever_ends_a_stream_ends_one_push_and_what_it_brought_is_forgotten(
+    push: Callable[..., Call], reason: str
+) -> None:
+    async def run() -> World:
+        async with asyncio.TaskGroup() as tasks:
+            world = World(tasks, push)
+            world.expectations.expect(EXPECTATION, MagicMock())
+            await world.ended()
+        return world
+
+    world = asyncio.run(run())
+    world.metrics.pushes_received.inc.assert_called_once_with("failed", reason)
+    assert [each.is_broken for each in world.sent if isinstance(each, EndPush) and each.is_unwanted] == [True]
+    assert len(world.expectations) == 0
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_only_what_the_owner_vouches_for_stays_findable_when_nobody_comes(ended: bool) -> None:
+    async def run() -> World:
+        call = Call([progress(num_blocks=2, ended=ended)], None, is_endless=not ended)
+        async with asyncio.TaskGroup() as tasks:
+            world, sink = World(tasks, lambda *_, **__: call), MagicMock()
+            world.expectations.expect(EXPECTATION, sink)
+            while not any(isinstance(each, PushArrived) for each in world.sent):
+                await asyncio.sleep(0.01)
+            if ended:
+                await world.ended()
+            world.expectations.withdraw(sink, OFFER)
+            await world.ended()
+        return world
+
+    world = asyncio.run(run())
+    assert [each.is_broken for each in world.sent if isinstance(each, EndPush) and each.is_unwanted] == [not ended]
+
+
+def test_a_withdrawal_that_comes_first_takes_its_expectation_back() -> None:
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            world, sink = World(tasks, closed), MagicMock()
+            world.expectations.withdraw(sink, OFFER)
+            world.expectations.expect(EXPECTATION, sink)
+            assert len(world.expectations) == 0
+            assert not world.sent
+            world.expectations.expect(EXPECTATION, sink)
+            assert len(world.expectations) == 1
+            await world.ended()
+
+    asyncio.run(run())
