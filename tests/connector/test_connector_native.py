@@ -189,7 +189,10 @@ def test_a_helper_that_hangs_is_killed_when_a_pull_is_overdue(name: str, node: N
 def test_a_crash_on_the_owners_side_needs_its_new_metadata(name: str) -> None:
     with pool_node([name], SHAPE, "mortal@1") as mortal, consuming(name) as consumer:
         consumer.connector.connect(mortal.pool_for(name))
-        helper_of(mortal.process.pid).kill()
+        helper = helper_of(mortal.process.pid)
+        helper.kill()
+        # Until it has gone its memory can be read, and rightly.
+        helper.wait(10)
         assert consumer.pull(mortal) != ""
         old = mortal.pool_for(name)
         wait_until(mortal.refresh)

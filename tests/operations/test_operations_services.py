@@ -127,7 +127,7 @@ def test_help_lists_allowed_values_and_the_other_ways_to_set_one(capsys: pytest.
         load_config(EngineConfig, ["--help"], prog="pdmesh decode")
     text = capsys.readouterr().out
     assert "--dtype auto|float32|bfloat16|float16" in text
-    assert "--connector shm|nixl|grpc,..." in text
+    assert "--connector shm|nixl|grpc|mooncake|ucxx|file,..." in text
     assert text.count("environment variable") == 1
 
 

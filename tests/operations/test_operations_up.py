@@ -179,7 +179,8 @@ def test_killed_up_takes_everything_with_it(tmp_path: Path) -> None:
 
 
 def test_printed_commands_work_with_a_key_and_engines_that_cannot_pair_are_named(tmp_path: Path) -> None:
-    with up(tmp_path, "--api-key", "a-key,another", "--decode-args", "--block-size 8", "--no-kvcache") as mesh:
+    sizes = ("--prefill-args", "--block-size 1", "--decode-args", "--block-size 1024")
+    with up(tmp_path, "--api-key", "a-key,another", *sizes, "--no-kvcache") as mesh:
         printed = [line.strip() for line in mesh.output.splitlines() if "a-key" not in line]
         curl = next(line for line in printed if line.startswith("curl "))
         chat = next(line for line in printed if " chat" in line)
@@ -187,12 +188,12 @@ def test_printed_commands_work_with_a_key_and_engines_that_cannot_pair_are_named
             done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, timeout=60)
             assert done.returncode == 0, (command, done.stderr)
             assert "Unauthorized" not in done.stdout
-        # Blocks of 8 tokens are not for the CPU library either.
+        # Blocks of one token are not for the CPU library either.
         slow, warning = [line for line in printed if line.startswith("warning: ")]
-        assert "decode-1 computes with PyTorch" in slow
+        assert "prefill-1 computes with PyTorch" in slow
         assert "(block_size)" in slow
         assert "prefill-1 cannot hand over to decode-1: " in warning
-        assert "block size 32 and 8 differ" in warning
+        assert "block size 1 and 1024 differ" in warning
         done = subprocess.run(
             [sys.executable, "-m", "pdmesh", "complete", "One, two,", "--url", f"{mesh.url}/v1", "--max-tokens", "4"],
             env=os.environ | {"PDMESH_API_KEY": "a-key,another"},

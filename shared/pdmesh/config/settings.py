@@ -25,7 +25,7 @@ AutoSize = Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" els
 """A size that may be "auto", which is 0."""
 PoolConnector = Literal["shm", "nixl", "grpc", "mooncake", "ucxx"]
 """Ways to exchange KV that read where it lies."""
-ConnectorName = PoolConnector | Literal["file"]
+ConnectorName = Literal[PoolConnector, "file"]
 """All ways to exchange KV; `file` is for offers alone."""
 
 
