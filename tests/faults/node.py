@@ -15,6 +15,7 @@ import psutil
 
 from faults.client import wait_until
 from support import mesh
+from support.processes import command_of, runs
 
 ENDS_WITHIN_S = 30.0
 METRICS_TIMEOUT_S = 10.0
@@ -98,7 +99,7 @@ class Node:
         self.process.kill()
         self.process.wait()
         self._close()
-        wait_until(lambda: not any(_runs(each) for each in children), 5.0, f"the children of {self.name} died with it")
+        wait_until(lambda: not any(runs(each) for each in children), 5.0, f"the children of {self.name} died with it")
         self._frozen = []
 
     def terminate(self) -> None:
@@ -124,8 +125,8 @@ class Node:
     def freeze_transport(self) -> None:
         """SIGSTOP to the process that pulls: a helper where the connector has one, else the core."""
         children = self._all()[1:]
-        helpers = [each for each in children if HELPERS in _command(each)]
-        self._stop(helpers or [each for each in children if CORE in _command(each)])
+        helpers = [each for each in children if HELPERS in command_of(each)]
+        self._stop(helpers or [each for each in children if CORE in command_of(each)])
 
     def thaw(self) -> None:
         """SIGCONT to all that was stopped."""
@@ -146,7 +147,7 @@ class Node:
 
     def pool_file(self) -> Path:
         """The memory of an engine's KV pool, as the kernel shows it to whoever may look."""
-        core = next(each for each in self._all() if CORE in _command(each))
+        core = next(each for each in self._all() if CORE in command_of(each))
         return next(
             link
             for link in Path(f"/proc/{core.pid}/fd").iterdir()
@@ -172,7 +173,7 @@ class Node:
                 each.suspend()
                 self._frozen.append(each)
         deadline = time.monotonic() + 2
-        while any(_runs(each) and each.status() != psutil.STATUS_STOPPED for each in processes):
+        while any(runs(each) and each.status() != psutil.STATUS_STOPPED for each in processes):
             assert time.monotonic() < deadline, f"{self.name} could not be stopped"
             time.sleep(0.002)
 
@@ -192,17 +193,3 @@ def environment() -> dict[str, str]:
     """What a service needs to find the tests' own logits processor."""
     known = os.environ.get("PYTHONPATH", "")
     return {"PYTHONPATH": f"{FOLDER_OF_TESTS}{os.pathsep}{known}" if known else str(FOLDER_OF_TESTS)}
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""

@@ -23,6 +23,7 @@ from soak.load import REQUEST_TIMEOUT_S
 from soak.schedule import CONNECTORS, Part
 from support.mesh import Service, start
 from support.offline import SETTINGS
+from support.processes import command_of, runs
 
 KV_BYTES = 4 << 20
 """Some 250 blocks: room for a handful of the longest prompts, so that blocks are given away and preempted all the time."""
@@ -175,7 +176,7 @@ class Fleet:
             return family
         if part is Part.SERVER:
             return family[:1]
-        return [process for process in family if PROGRAMS[part] in _command(process)]
+        return [process for process in family if PROGRAMS[part] in command_of(process)]
 
     def end(self, member: Member, number: signal.Signals) -> None:
         """Send the service's first process a signal that ends it, and watch that nothing of it stays."""
@@ -278,12 +279,12 @@ class Fleet:
         """A family's clock runs from its first process's end."""
         left: list[tuple[float, str, list[psutil.Process]]] = []
         for gone_at_s, name, family in self._dying:
-            alive = [process for process in family if _runs(process)]
+            alive = [process for process in family if runs(process)]
             began_s = gone_at_s or (0.0 if family[0] in alive else time.monotonic())
             if not alive:
                 continue
             if began_s and time.monotonic() > began_s + FAMILY_GONE_S:
-                self.leaked += [f"{name}: {process.pid} {_command(process)[-200:]}" for process in alive]
+                self.leaked += [f"{name}: {process.pid} {command_of(process)[-200:]}" for process in alive]
                 for process in alive:
                     process.kill()
                 continue
@@ -306,20 +307,6 @@ def _family(pid: int) -> list[psutil.Process]:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def _free_port() -> int:

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from pdmesh.connector.active import ActivePulls, PullEnd, error_reason, fault_of
 from pdmesh.connector.base import FixedMetadata, PeerPool, Publication, Published, Pull, PullResult
 from pdmesh.connector.file_format import OWNER_FILE, Seals, is_directory_name
@@ -23,23 +21,19 @@ from pdmesh.connector.file_writer import PROOF_BYTES, FileWriter
 from pdmesh.connector.options import FileOptions
 from pdmesh.connector.pool import KVPool, PoolShape, PullTarget
 from pdmesh.connector.shm import check_block_bytes
+from pdmesh.connector.signed_metadata import PoolMetadata, opened, signed
 from pdmesh.connector.throttle import Throttle
 from pdmesh.errors import ConfigError, HandshakeRefused
 from pdmesh.security import MeshSecret
 
 log = logging.getLogger(__name__)
 
-MAC_PURPOSE = "file-metadata"
-MAC_BYTES = 32
 CONNECT_TIMEOUT_S = 4.0
 
 
-class FileMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a consumer needs to know a directory; travels behind a MAC."""
+class FileMetadata(PoolMetadata, frozen=True, kw_only=True):
+    """What a consumer needs to know a directory."""
 
-    peer_id: str
-    num_blocks: int
-    block_bytes: int
     proof: bytes
     """Empty: the owner cannot write."""
     error: str = ""
@@ -82,16 +76,14 @@ class FileConnector(FixedMetadata):
         except OSError as exc:
             self._error = f"{self._path} cannot be written to: {exc.strerror}"
             log.warning("connector file offers nothing: %s", self._error)
-        body = msgspec.msgpack.encode(
-            FileMetadata(
-                peer_id=self._peer_id,
-                num_blocks=pool.shape.num_blocks,
-                block_bytes=pool.shape.block_bytes,
-                proof=b"" if self._writer is None else self._writer.proof,
-                error=self._error,
-            )
+        metadata = FileMetadata(
+            peer_id=self._peer_id,
+            num_blocks=pool.shape.num_blocks,
+            block_bytes=pool.shape.block_bytes,
+            proof=b"" if self._writer is None else self._writer.proof,
+            error=self._error,
         )
-        return self._secret.mac(MAC_PURPOSE, body) + body
+        return signed(metadata, self._secret, self.name)
 
     def watch_published(self, on_published: Callable[[Published], None]) -> None:
         self._on_published = on_published
@@ -109,12 +101,7 @@ class FileConnector(FixedMetadata):
     def connect(self, peer: PeerPool) -> None:
         pool = self._registered()
         metadata = self._checked(peer)
-        shape = PoolShape(metadata.num_blocks, metadata.block_bytes)
-        if shape != PoolShape(peer.num_blocks, peer.block_bytes):
-            raise HandshakeRefused(
-                f"the pool of {peer.peer_id} has {shape.num_blocks} blocks of {shape.block_bytes} bytes, "
-                f"not {peer.num_blocks} of {peer.block_bytes}"
-            )
+        shape = metadata.shape_of(peer)
         check_block_bytes(peer, pool.shape)
         _within(CONNECT_TIMEOUT_S, lambda: self._check_directory(metadata))
         self._peers[peer.peer_id] = (shape, Seals(self._secret, peer.peer_id))
@@ -196,14 +183,8 @@ class FileConnector(FixedMetadata):
         return self._pool
 
     def _checked(self, peer: PeerPool) -> FileMetadata:
-        mac, body = peer.metadata[:MAC_BYTES], peer.metadata[MAC_BYTES:]
-        if not self._secret.check(MAC_PURPOSE, body, mac):
-            raise HandshakeRefused(f"the file metadata of {peer.peer_id} was not made with this mesh's secret")
-        try:
-            metadata = msgspec.msgpack.decode(body, type=FileMetadata)
-        except msgspec.MsgspecError as exc:
-            raise HandshakeRefused(f"the file metadata of {peer.peer_id} cannot be read: {exc}") from exc
-        if metadata.peer_id != peer.peer_id or not is_directory_name(peer.peer_id):
+        metadata = opened(peer, FileMetadata, self._secret, self.name)
+        if not is_directory_name(peer.peer_id):
             raise HandshakeRefused(f"the file metadata is of {metadata.peer_id}, not of {peer.peer_id}")
         if not metadata.proof:
             raise HandshakeRefused(f"{peer.peer_id} writes no files: {metadata.error}")

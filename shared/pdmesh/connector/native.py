@@ -10,8 +10,6 @@ import importlib.util
 from collections.abc import Callable
 from typing import ClassVar
 
-import msgspec
-
 from pdmesh.connector.active import ActivePulls, PullEnd, fault_of
 from pdmesh.connector.base import PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.native_agent import Transport
@@ -20,18 +18,14 @@ from pdmesh.connector.native_messages import CancelPull, ConnectAgent, HelperRea
 from pdmesh.connector.options import NativeOptions
 from pdmesh.connector.pool import KVPool, PoolShape
 from pdmesh.connector.shm import check_block_bytes
-from pdmesh.errors import ConfigError, HandshakeRefused
+from pdmesh.connector.signed_metadata import PoolMetadata, opened, signed
+from pdmesh.errors import ConfigError
 from pdmesh.security import MeshSecret
 
-MAC_BYTES = 32
 
+class NativeMetadata(PoolMetadata, frozen=True, kw_only=True):
+    """What a consumer needs to read the pool."""
 
-class NativeMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a consumer needs to read the pool; travels behind a MAC."""
-
-    peer_id: str
-    num_blocks: int
-    block_bytes: int
     helper: HelperReady
 
 
@@ -75,13 +69,8 @@ class NativeConnector(ReadInPlace):
 
     def connect(self, peer: PeerPool) -> None:
         pool, helper = self._registered()
-        metadata = self._checked(peer)
-        shape = PoolShape(metadata.num_blocks, metadata.block_bytes)
-        if shape != PoolShape(peer.num_blocks, peer.block_bytes):
-            raise HandshakeRefused(
-                f"the pool of {peer.peer_id} has {shape.num_blocks} blocks of {shape.block_bytes} bytes, "
-                f"not {peer.num_blocks} of {peer.block_bytes}"
-            )
+        metadata = opened(peer, NativeMetadata, self._secret, self.name)
+        shape = metadata.shape_of(peer)
         check_block_bytes(peer, pool.shape)
         helper.connect(
             ConnectAgent(
@@ -157,29 +146,11 @@ class NativeConnector(ReadInPlace):
             raise RuntimeError("register a pool before anything is pulled")
         return self._pool, self._helper
 
-    @property
-    def _mac_purpose(self) -> str:
-        return f"{self.name}-metadata"
-
     def _metadata(self, pool: KVPool, helper: HelperReady) -> bytes:
-        body = msgspec.msgpack.encode(
-            NativeMetadata(
-                peer_id=self._peer_id,
-                num_blocks=pool.shape.num_blocks,
-                block_bytes=pool.shape.block_bytes,
-                helper=helper,
-            )
+        metadata = NativeMetadata(
+            peer_id=self._peer_id,
+            num_blocks=pool.shape.num_blocks,
+            block_bytes=pool.shape.block_bytes,
+            helper=helper,
         )
-        return self._secret.mac(self._mac_purpose, body) + body
-
-    def _checked(self, peer: PeerPool) -> NativeMetadata:
-        mac, body = peer.metadata[:MAC_BYTES], peer.metadata[MAC_BYTES:]
-        if not self._secret.check(self._mac_purpose, body, mac):
-            raise HandshakeRefused(f"the {self.name} metadata of {peer.peer_id} was not made with this mesh's secret")
-        try:
-            metadata = msgspec.msgpack.decode(body, type=NativeMetadata)
-        except msgspec.MsgspecError as exc:
-            raise HandshakeRefused(f"the {self.name} metadata of {peer.peer_id} cannot be read: {exc}") from exc
-        if metadata.peer_id != peer.peer_id:
-            raise HandshakeRefused(f"the {self.name} metadata is of {metadata.peer_id}, not of {peer.peer_id}")
-        return metadata
+        return signed(metadata, self._secret, self.name)

@@ -37,11 +37,6 @@ class Heart:
         self._stopped_s = 0.0
         """When it was given up; 0: it was not."""
 
-    @property
-    def is_given_up(self) -> bool:
-        """Whether it was silent for too long and has not been heard since."""
-        return self._stopped_s > 0
-
     def heard(self) -> None:
         """Note a message of the core."""
         self._heard_s = time.monotonic()
