@@ -13,6 +13,9 @@ import grpc.aio
 import pytest
 
 from pdmesh.engine.server.orderly_writes import OrderlyWrites
+from pdmesh.engine.server.requests import RequestTable
+from pdmesh.engine.server.servicer import EngineServicer
+from pdmesh.engine.server.sessions import Broken, Session
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.security import MeshSecret
@@ -111,3 +114,46 @@ def test_garbage_on_a_session_ends_it_as_the_callers_fault(
     loud = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(loud) == 1
     assert loud[0].exc_info is None
+
+
+def test_data_stream_that_is_first_read_after_the_server_stopped_ends_its_session_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A session that a proxy opened while an engine shut down was logged as unexpected, and counted as a defect of ours."""
+    reached = asyncio.Event()
+    contexts: list[Any] = []
+
+    class Late(mesh_pb2_grpc.EngineServicer):
+        async def Generate(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+            contexts.append(context)
+            reached.set()
+            await asyncio.sleep(60)
+
+    async def go() -> Session:
+        server = grpc.aio.server()
+        mesh_pb2_grpc.add_EngineServicer_to_server(Late(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stream = mesh_pb2_grpc.EngineStub(channel).Generate(timeout=5)
+            await stream.write(pb.SubmitFrame())
+            await asyncio.wait_for(reached.wait(), 5)
+            await server.stop(grace=0)
+            session = Session(RequestTable())
+            unused: Any = None
+            servicer = EngineServicer(
+                info=pb.EngineInfo(),
+                submission=unused,
+                sessions=unused,
+                handoff=unused,
+                expectations=unused,
+                board=unused,
+                metrics=unused,
+            )
+            await servicer._read_requests(session, contexts[0])
+            return session
+
+    session = asyncio.run(go())
+    assert session.broken.result() is Broken.STREAM
+    # gRPC itself tells of the call that it cancelled.
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING and each.name.startswith("pdmesh")]

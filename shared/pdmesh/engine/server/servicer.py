@@ -118,6 +118,10 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
         except Undecodable:
             session.end(Broken.STREAM)
             raise
+        except grpc.aio.BaseError as exc:
+            # The stream went, or this server was stopped under it: what is owed on it has nowhere to go.
+            log.info("a data stream cannot be read any more: %s", exc)
+            session.end(Broken.STREAM)
         except Exception as exc:
             self._unexpected("data_stream", exc)
             session.end(Broken.STREAM)
