@@ -362,15 +362,6 @@ def test_a_reset_forgets_what_is_cached_and_what_is_being_computed() -> None:
     assert step(scheduler) == {"b": 16}
 
 
-def test_common_prefix_blocks_are_those_that_all_share() -> None:
-    scheduler = make_scheduler()
-    add(scheduler, "a", 12)
-    step(scheduler)
-    scheduler.add(make_add([10 + index % 90 + 100 * (ord("a") % 9) for index in range(12)] + [7], "b"))
-    step(scheduler)
-    assert scheduler.state.kv.num_common_prefix_blocks(scheduler.state.running) == [3]
-
-
 def fetch(scheduler: Scheduler, request_id: str, num_tokens: int, **options: object) -> None:
     """Add a request whose prompt a peer has computed; its pull is under way afterwards."""
     num_blocks = -(-num_tokens // 4)

@@ -1,6 +1,5 @@
 """Blocks for sequences: what is cached already, room for what comes, names for what is full, and everything back at the end."""
 
-import itertools
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
@@ -121,15 +120,6 @@ class KVManager:
         self._pool.forget_all()
         for sequence in live:
             sequence.may_register = False
-
-    def num_common_prefix_blocks(self, sequences: list[Sequence]) -> list[int]:
-        """Return, for each group, how many leading blocks all of `sequences` share."""
-        return [
-            sum(
-                1 for _ in itertools.takewhile(_are_one, zip(*(each.blocks[index] for each in sequences), strict=False))
-            )
-            for index in range(len(self.groups))
-        ]
 
     # ---- room -----------------------------------------------------------------------------------
 
@@ -288,7 +278,3 @@ class KVManager:
 
     def _num_from_free(self, hit: Hit) -> int:
         return sum(block_id != NO_BLOCK and self._pool.is_free(block_id) for table in hit.blocks for block_id in table)
-
-
-def _are_one(entries: tuple[int, ...]) -> bool:
-    return entries[0] != NO_BLOCK and len(set(entries)) == 1
