@@ -18,7 +18,7 @@ from pdmesh.engine.messages import Abort, ConnectPeer, DisconnectPeer, OfferSeal
 from pdmesh.engine.rounded_blocks import RoundedBlocks
 from pdmesh.errors import TransferFailed
 from pdmesh.protocol.layout import Layout, most_source_blocks
-from pdmesh.protocol.messages import GroupBlocks, KVSource
+from pdmesh.protocol.messages import GroupBlocks, KVMarks, KVSource
 from pdmesh.protocol.token_pieces import blocks_of
 from pdmesh.security import MeshSecret
 from pdmesh_kernels.block_sum import sum_blocks
@@ -325,14 +325,26 @@ def test_a_source_of_another_number_of_groups_is_a_mismatch() -> None:
             plan_conversion(source, groups, num_hit_tokens=0, start=8)
 
 
+def test_what_is_in_other_blocks_and_the_same_numbers_goes_to_the_tier() -> None:
+    """It was kept from it as if it had been rounded."""
+    pair = Pair((4, 8), [0], spill_usage=0.0)
+    prompt = random_prompt(64)
+    sealed = pair.sealed(prompt)
+    first = pair.prefill.tokens("offer")
+    pair.decode.add(prompt, emitted=[first], source=pair.source(sealed), store_to_tier=True, max_tokens=60)
+    pair.decode.run()
+    assert len(pair.told) >= 64 // 8
+
+
 @pytest.mark.parametrize("is_preempted", [False, True])
-def test_what_was_converted_and_what_rests_on_it_stays_out_of_the_tier(is_preempted: bool) -> None:
+def test_what_was_rounded_and_what_rests_on_it_stays_out_of_the_tier(is_preempted: bool) -> None:
     """Only the sequence that had fetched it knew, until it was preempted; others found it in the prefix cache."""
     pair = Pair((4, 8), [0], spill_usage=0.0)
     decode, prompt = pair.decode, random_prompt(64)
     sealed = pair.sealed(prompt)
     first = pair.prefill.tokens("offer")
-    decode.add(prompt, "a", emitted=[first], source=pair.source(sealed), store_to_tier=True, max_tokens=60)
+    source = pair.source(sealed, marks=KVMarks(num_exact_tokens=0))
+    decode.add(prompt, "a", emitted=[first], source=source, store_to_tier=True, max_tokens=60)
     decode.run()
     if is_preempted:
         decode.add(prompt, "again", emitted=[first], store_to_tier=True, max_tokens=60)

@@ -21,11 +21,12 @@ from pdmesh.engine.server.sources import check_owner
 from pdmesh.errors import TransferFailed
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
-from pdmesh.protocol.exchange import KVNames
-from pdmesh.protocol.messages import GenerateRequest, GroupBlocks
+from pdmesh.protocol.exchange import Exchange, KVNames
+from pdmesh.protocol.messages import NO_MARKS, GenerateRequest, GroupBlocks, KVMarks
 from pdmesh.protocol.offers import OfferTable
 from pdmesh.protocol.states import TransferState
 from pdmesh.protocol.ticket import Ticket, request_digest, seal
+from pdmesh.protocol.transfers import OfferView
 from pdmesh.security import MeshSecret
 from pdmesh.servers import grpc_server
 from support.engines import SECRET, request
@@ -62,12 +63,12 @@ def decode_leg(ticket: Ticket, **fields: Any) -> GenerateRequest:
 
 @asynccontextmanager
 async def owning(
-    made: GenerateRequest, peer_id: str = "owner@1", *, has_sums: bool = False
+    made: GenerateRequest, peer_id: str = "owner@1", *, has_sums: bool = False, marks: KVMarks = NO_MARKS
 ) -> AsyncIterator[tuple[str, OfferTable]]:
     """An owner with one offer; its address and its table."""
     pool, table = make_pool(SHAPE, filled=True), OfferTable()
     table.open("o", request_id="r", digest=request_digest(made.token_ids, cache_salt=made.cache_salt))
-    table.seal("o", [BLOCKS], len(made.token_ids))
+    table.seal("o", [BLOCKS], len(made.token_ids), marks)
     owner = PoolOwner(
         peer_id=peer_id,
         pool=pool,
@@ -152,6 +153,43 @@ def test_a_ticket_that_fits_is_fetched_also_after_more_tokens() -> None:
             assert source is not None
             assert (source.peer_id, source.groups, source.num_tokens) == ("owner@1", [BLOCKS], 40)
             assert table.num_transfers == 1
+
+    play(scene)
+
+
+def test_what_an_owner_says_of_its_kv_goes_to_the_core() -> None:
+    """An owner's mark, a reset of its prefix cache or of this one, and that numbers are rounded between the two."""
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async with owning(request("r"), marks=KVMarks(num_exact_tokens=32)) as (address, table):
+            table.note_reset()
+            resetting = asyncio.create_task(engine.resets.reset())
+            await until(lambda: engine.resets.num_begun)
+            submitted(engine, decode_leg(ticket_of(request("r"), address)))
+            await until(lambda: core.sent and isinstance(core.sent[-1], AddRequest))
+            source = core.added().source
+            assert source is not None
+            assert (source.marks, source.num_resets) == (KVMarks(num_exact_tokens=32, before_reset=True), 1)
+            sources = engine.servicer._submission._sources
+            [fetch] = sources._fetches._open.values()
+            fetch.exchange = Exchange.ROUNDED
+            view = OfferView(groups=[BLOCKS], num_tokens=40, marks=source.marks)
+            marks = sources._source(fetch, view, fail_policy="fail").marks
+            assert marks == KVMarks(num_exact_tokens=0, before_reset=True)
+            resetting.cancel()
+
+    play(scene)
+
+
+def test_the_offers_of_an_engine_that_empties_its_prefix_cache_say_so() -> None:
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        submitted(engine, request("r", prefill_only=True))
+        await core.prefill()
+        resetting = asyncio.create_task(engine.resets.reset())
+        await until(lambda: engine.resets.num_begun)
+        [offer] = engine.offers._offers.values()
+        assert offer.view.marks == KVMarks(before_reset=True)
+        resetting.cancel()
 
     play(scene)
 

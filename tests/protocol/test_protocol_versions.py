@@ -19,8 +19,12 @@ from pdmesh.protocol.capabilities import (
     capabilities_to_pb,
     handoff_obstacle,
 )
+from pdmesh.protocol.messages import KVMarks
+from pdmesh.protocol.transfers import Begun, OfferView, begun_from_pb, begun_to_pb
 from pdmesh.protocol.version import PROTOCOL_VERSION, agree
 from support.old_wire import frozen, old_class, through_old_wire
+
+MARKS = KVMarks(num_exact_tokens=0, before_reset=True)
 
 
 def described(message: Descriptor) -> dict[int, tuple[object, ...]]:
@@ -58,6 +62,10 @@ def test_the_old_wire_loses_what_is_new() -> None:
     reply = pb.EndTransferReply(known=True, outcome="expired", peer_id="p@1")
     aged = pb.EndTransferReply.FromString(through_old_wire("EndTransferReply", reply.SerializeToString()))
     assert aged == pb.EndTransferReply(known=True)
+    begun = begun_to_pb(Begun(peer_id="p@1", view=OfferView(groups=[], num_tokens=9, marks=MARKS)))
+    assert begun_from_pb(begun).view == OfferView(groups=[], num_tokens=9, marks=MARKS)
+    aged_begun = pb.BeginTransferReply.FromString(through_old_wire("BeginTransferReply", begun.SerializeToString()))
+    assert begun_from_pb(aged_begun).view == OfferView(groups=[], num_tokens=9)
     info = pb.EngineInfo(engine_id="e", protocol_min=1, protocol_max=PROTOCOL_VERSION)
     info.capabilities.extend(capabilities_to_pb(OWN))
     aged_info = pb.EngineInfo.FromString(through_old_wire("EngineInfo", info.SerializeToString()))

@@ -5,6 +5,7 @@ worker's half says that nothing writes to them any more. `LANDING_TABLE` says wh
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -78,6 +79,11 @@ class Ledger(SchedulerConnector[OwnerT, Load[OwnerT]]):
     @property
     def num_offers(self) -> int:
         return len(self._offers)
+
+    @property
+    def offer_ids(self) -> Collection[str]:
+        """Offers whose blocks are held."""
+        return self._offers.keys()
 
     def begin_load(self, load: Load[OwnerT]) -> None:
         self._loads[load.source.transfer_id] = load

@@ -175,6 +175,7 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
                 begin.digest,
                 begin.groups or None,
                 remaining_s=begin.remaining_s,
+                heeds_marks=begin.heeds_marks,
             )
         except MeshError as exc:
             return begun_to_pb(Begun(peer_id=self.peer_id, error=exc))

@@ -89,7 +89,7 @@ class Comebacks:
         """Name a sequence's full blocks that the tier has not been told of, whether computed or fetched here.
 
         Not pinned: of those that are overwritten before it has pulled them the generations tell. What was there before the
-        prefix cache was emptied, and what rests on converted KV, is kept from it.
+        prefix cache was emptied, and what rests on rounded KV, is kept from it.
         """
         state = self._state
         num_full, first = sequence.num_computed // state.kv.block_size, sequence.num_told_blocks

@@ -40,6 +40,8 @@ class EngineState:
         """Choices of all requests that have not started."""
         self.num_uncomputed_tokens = 0
         """Prompt tokens of all requests whose prompt is not computed."""
+        self.num_resets = 0
+        """Times that the prefix cache was emptied."""
         self.waiting = WaitingQueue()
         self.compiling: dict[str, Sequence] = {}
         """Those that wait for a grammar, by request id."""

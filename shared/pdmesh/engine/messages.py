@@ -20,7 +20,7 @@ from pdmesh.engine.push_messages import (
 )
 from pdmesh.protocol.exchange import KVDescription
 from pdmesh.protocol.layout import Layout
-from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, GroupBlocks, KVSource
+from pdmesh.protocol.messages import NO_MARKS, ChoiceDelta, GenerateRequest, GroupBlocks, KVMarks, KVSource
 
 # ---- server -> core ------------------------------------------------------------------------------
 
@@ -209,6 +209,7 @@ class OfferSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
     groups: list[GroupBlocks]
     num_tokens: int
+    marks: KVMarks = NO_MARKS
     grows: bool = False
     """The request goes on and writes behind these tokens, in the last block too."""
 

@@ -17,6 +17,8 @@ from pdmesh.protocol.messages import GroupBlocks
 WRITE_TIMEOUT_S = 30.0
 UNWANTED = "unwanted"
 RESET = "reset"
+ROUNDED = "rounded"
+"""Reason of a push that has come to blocks of which the consumer would have to know that they are not exact: it pulls them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class Pushing:
         self._state = state
         self._outgoing: dict[str, _Outgoing] = {}
         self._of_write: dict[str, _Outgoing] = {}
+        self._past: set[str] = set()
+        """Offers that are held and rest on what was there before the prefix cache was emptied."""
 
     @property
     def is_active(self) -> bool:
@@ -69,6 +73,9 @@ class Pushing:
         """Start to write for a consumer: what is there of the offer's prompt at once, the rest with `advance`."""
         push = self._outgoing[order.transfer_id] = _Outgoing(order=order)
         kv, state = self._state.kv, self._state
+        if order.offer_id in self._past:
+            self._stop(push, RESET)
+            return
         if (sealed := state.ledger.offered(order.offer_id)) is not None:
             push.is_sealed = True
             self._write(push, sealed, push.num_targets + order.first_block)
@@ -85,15 +92,33 @@ class Pushing:
         request = sequence.request
         if request.offer_id and sequence is request.lead:
             for push in self._of_offer(request.offer_id):
+                if not sequence.may_register:
+                    self._stop(push, RESET)
+                    continue
                 self._write(push, sequence.blocks, sequence.num_computed // self._state.kv.block_size)
 
-    def sealed(self, offer_id: str, blocks: BlockLists) -> None:
-        """Write what is left of an offer whose prompt is computed."""
+    def sealed(self, offer_id: str, blocks: BlockLists, *, is_past: bool) -> None:
+        """Write what is left of an offer whose prompt is computed; `is_past`: it rests on what was there before a reset."""
+        if is_past:
+            self._past.add(offer_id)
         for push in self._of_offer(offer_id):
+            if is_past:
+                self._stop(push, RESET)
+                continue
             push.is_sealed = True
             self._write(push, blocks, push.num_targets + push.order.first_block)
-            if push.is_over:
+            if push.is_over and not push.reason:
                 self._tell(push)
+
+    def released(self, offer_id: str) -> None:
+        """An offer is not held any more."""
+        self._past.discard(offer_id)
+
+    def reset(self) -> None:
+        """The prefix cache has been emptied: what was computed before goes into no other engine's either."""
+        self._past.update(self._state.ledger.offer_ids)
+        for push in list(self._outgoing.values()):
+            self._stop(push, RESET)
 
     def spoil(self, offer_id: str) -> None:
         """What was computed for an offer is not to be trusted."""
@@ -107,11 +132,6 @@ class Pushing:
             report = PushReport(transfer_id=transfer_id, num_blocks=0, ended=True, reason=reason)
             self._state.outbox.pushes.append(report)
         else:
-            self._stop(push, reason)
-
-    def stop_all(self, reason: str) -> None:
-        """End every push."""
-        for push in list(self._outgoing.values()):
             self._stop(push, reason)
 
     def end(self, result: PullResult) -> bool:
@@ -139,6 +159,9 @@ class Pushing:
         end = min(num_full - order.first_block, push.num_targets)
         if end <= start or push.reason:
             # A prompt that was preempted starts anew behind what was written: its blocks hold the same.
+            return
+        if state.kv.rounded.num_exact(tables) < order.first_block + end:
+            self._stop(push, ROUNDED)
             return
         sources = [table[order.first_block + start : order.first_block + end] for table in tables]
         write_id = f"{order.transfer_id}.{push.num_writes}"

@@ -16,11 +16,11 @@ from pdmesh.engine.kv_manager import Hit
 from pdmesh.engine.landings import Landings
 from pdmesh.engine.messages import BlocksComputed, OfferSealed, TransferEnded
 from pdmesh.engine.push_messages import PUSH_SOURCE
-from pdmesh.engine.pushing import RESET, Pushing
+from pdmesh.engine.pushing import Pushing
 from pdmesh.engine.request import Sequence
 from pdmesh.engine.states import Event
 from pdmesh.errors import TransferFailed
-from pdmesh.protocol.messages import KVSource
+from pdmesh.protocol.messages import KVMarks, KVSource
 
 CONVERTED = "+converted"
 """Behind the connector in `kv_source` when the peer's blocks were of another layout."""
@@ -113,8 +113,12 @@ class RemoteKV:
         state.counters.external_hits += max(load.num_tokens - load.num_hit, 0)
         sequence.num_computed = sequence.num_planned = sequence.num_reused_tokens = load.num_tokens
         sequence.kv_bytes = result.num_bytes
-        if load.source.layouts:
-            state.kv.rounded.mark(sequence.blocks, load.num_hit // state.kv.block_size)
+        marks = load.source.marks
+        if marks.num_exact_tokens is not None:
+            first = max(load.num_hit, marks.num_exact_tokens) // state.kv.block_size
+            state.kv.rounded.mark(sequence.blocks, first)
+        if marks.before_reset or (load.source.num_resets is not None and load.source.num_resets < state.num_resets):
+            sequence.may_register = False
         if sequence.comeback is not None and sequence.comeback.kind:
             sequence.comeback.fetched = sequence.comeback.kind
         elif sequence.kv_source != PUSH_SOURCE:
@@ -126,7 +130,7 @@ class RemoteKV:
 
     def forget_pushed(self) -> None:
         """The prefix cache has been emptied: what was computed before goes into no other engine's either."""
-        self.pushing.stop_all(RESET)
+        self.pushing.reset()
         self.landings.reset()
 
     def seal_offer(self, sequence: Sequence) -> None:
@@ -134,13 +138,18 @@ class RemoteKV:
         state, request = self._state, sequence.request
         blocks = state.kv.hold(sequence, request.num_offered)
         state.ledger.hold_offer(request.offer_id, blocks)
-        self.pushing.sealed(request.offer_id, blocks)
+        self.pushing.sealed(request.offer_id, blocks, is_past=not sequence.may_register)
+        num_exact = state.kv.rounded.num_exact(blocks) * state.kv.block_size
         state.outbox.sealed.append(
             OfferSealed(
                 offer_id=request.offer_id,
                 request_id=request.request_id,
                 groups=state.kv.describe(blocks),
                 num_tokens=request.num_offered,
+                marks=KVMarks(
+                    num_exact_tokens=num_exact if num_exact < request.num_offered else None,
+                    before_reset=not sequence.may_register,
+                ),
                 grows=sequence.num_tokens > request.num_offered
                 or not (request.prefill_only or request.sampling.max_tokens == 1),
             )
@@ -149,6 +158,7 @@ class RemoteKV:
 
     def release_offer(self, offer_id: str) -> None:
         """Let an offer's blocks go; one that is not sealed yet never will be. Unknown offers are ignored."""
+        self.pushing.released(offer_id)
         blocks = self._state.ledger.release_offer(offer_id)
         if blocks is not None:
             self._state.kv.drop(blocks)
@@ -161,7 +171,7 @@ class RemoteKV:
         """Name the full prompt blocks that were computed here, so that the tier may pull them.
 
         The tier keeps histories: a model with sliding groups has nothing for it. What was there before the prefix cache was
-        emptied, and what rests on converted KV, is not for others.
+        emptied, and what rests on rounded KV, is not for others.
         """
         kv = self._state.kv
         if not sequence.may_register:

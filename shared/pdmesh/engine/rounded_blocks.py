@@ -1,6 +1,7 @@
-"""Blocks whose KV was converted on its way here, or computed behind such: near what others would compute, and not the same.
+"""Blocks whose KV was rounded between engines, or computed behind such: near what others would compute, and not the same.
 
-The prefix cache of one engine may use them; the tier, which serves all, is told only of what comes before the first of them.
+The prefix cache of one engine may use them. Others are told where an offer's begin; they are not pushed; and the tier, which
+serves all and keeps no such marks, is told only of what comes before the first of them.
 """
 
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ class RoundedBlocks:
         self._ids: set[int] = set()
 
     def mark(self, tables: list[list[int]], first: int) -> None:
-        """All blocks from place `first` on hold converted KV."""
+        """All blocks from place `first` on hold rounded KV."""
         for table in tables:
             self._ids.update(block_id for block_id in table[first:] if block_id != NO_BLOCK)
 

@@ -105,6 +105,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV. Requests that live go on, but what they compute is not cached any more."""
+        self.state.num_resets += 1
         requests = self.state.requests.values()
         self.state.kv.reset_prefix_cache(each for request in requests for each in request.sequences.values())
         self.remote.forget_pushed()

@@ -1005,6 +1005,7 @@ class BeginTransferRequest(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     REMAINING_MS_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
+    HEEDS_MARKS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     consumer_id: _builtins.str
     offer_id: _builtins.str
@@ -1013,6 +1014,8 @@ class BeginTransferRequest(_message.Message):
     remaining_ms: _builtins.int
     connector: _builtins.str
     """over which it will be read; the owner answers when it can be. Empty: it can be at once"""
+    heeds_marks: _builtins.bool
+    """keeps the reply's marks; who does not gets nothing that has any"""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockList]:
         """checked against the offer; empty: "all of it" """
@@ -1027,10 +1030,11 @@ class BeginTransferRequest(_message.Message):
         groups: _abc.Iterable[Global___BlockList] | None = ...,
         remaining_ms: _builtins.int = ...,
         connector: _builtins.str = ...,
+        heeds_marks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer_id", b"consumer_id", "digest", b"digest", "groups", b"groups", "offer_id", b"offer_id", "remaining_ms", b"remaining_ms", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer_id", b"consumer_id", "digest", b"digest", "groups", b"groups", "heeds_marks", b"heeds_marks", "offer_id", b"offer_id", "remaining_ms", b"remaining_ms", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1044,9 +1048,15 @@ class BeginTransferReply(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     PEER_ID_FIELD_NUMBER: _builtins.int
+    NUM_EXACT_TOKENS_FIELD_NUMBER: _builtins.int
+    BEFORE_RESET_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     peer_id: _builtins.str
     """of who answers, also beside an error; another than the known one: shake hands again"""
+    num_exact_tokens: _builtins.int
+    """mark: what is behind so many tokens rests on KV that was rounded between engines; absent: nothing does"""
+    before_reset: _builtins.bool
+    """mark: computed before the owner's prefix cache was emptied, for this request only"""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockList]: ...
     @_builtins.property
@@ -1058,12 +1068,16 @@ class BeginTransferReply(_message.Message):
         num_tokens: _builtins.int = ...,
         error: Global___ErrorInfo | None = ...,
         peer_id: _builtins.str = ...,
+        num_exact_tokens: _builtins.int | None = ...,
+        before_reset: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_exact_tokens", b"_num_exact_tokens", "error", b"error", "num_exact_tokens", b"num_exact_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "groups", b"groups", "num_tokens", b"num_tokens", "peer_id", b"peer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_exact_tokens", b"_num_exact_tokens", "before_reset", b"before_reset", "error", b"error", "groups", b"groups", "num_exact_tokens", b"num_exact_tokens", "num_tokens", b"num_tokens", "peer_id", b"peer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_exact_tokens: _TypeAlias = _typing.Literal["num_exact_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_exact_tokens: _TypeAlias = _typing.Literal["_num_exact_tokens", b"_num_exact_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_exact_tokens) -> _WhichOneofReturnType__num_exact_tokens | None: ...
 
 Global___BeginTransferReply: _TypeAlias = BeginTransferReply  # noqa: Y015
 

@@ -105,6 +105,19 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         )
 
 
+class KVMarks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is to be kept in mind of KV wherever it goes; by default nothing."""
+
+    num_exact_tokens: int | None = None
+    """Behind so many first tokens it rests on KV that was rounded on its way between engines: near what would be computed, and
+    not the same. None: none of it does."""
+    before_reset: bool = False
+    """It was there before its owner's prefix cache was emptied: for the request that it was computed for, and no other."""
+
+
+NO_MARKS = KVMarks()
+
+
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """KV that a consumer may pull instead of computing it: where it lies and how far it reaches."""
 
@@ -117,6 +130,9 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens from position 0 that the blocks hold."""
     layouts: list[Layout] = []
     """Of the blocks, one per group, where they are not those of the consumer's pool."""
+    marks: KVMarks = NO_MARKS
+    num_resets: int | None = None
+    """Resets of the consumer's prefix cache that had been ordered when the transfer began; None: they are not for this KV."""
     fail_policy: str = "recompute"
     """`recompute` or `fail`: what to do when the pull fails."""
     offer_id: str = ""

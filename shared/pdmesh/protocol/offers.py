@@ -15,9 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
+
 from pdmesh.errors import Forbidden, TransferFailed
 from pdmesh.protocol.deadlines import Deadlines
-from pdmesh.protocol.messages import GroupBlocks
+from pdmesh.protocol.messages import NO_MARKS, GroupBlocks, KVMarks
+from pdmesh.protocol.offer_views import narrowed
 from pdmesh.protocol.states import (
     OFFER_TABLE,
     TRANSFER_TABLE,
@@ -67,6 +70,7 @@ class _Offer:
     state: OfferState = OfferState.OPEN
     groups: list[GroupBlocks] = field(default_factory=list)
     num_tokens: int = 0
+    marks: KVMarks = NO_MARKS
     reading: set[str] = field(default_factory=set)
     """Transfers within their lease."""
     writing: set[str] = field(default_factory=set)
@@ -76,6 +80,10 @@ class _Offer:
     @property
     def is_idle(self) -> bool:
         return not self.reading and not self.writing
+
+    @property
+    def view(self) -> OfferView:
+        return OfferView(groups=self.groups, num_tokens=self.num_tokens, marks=self.marks)
 
     def on(self, event: OfferEvent) -> None:
         self.state = OFFER_TABLE[self.state, event]
@@ -147,7 +155,7 @@ class OfferTable:
         self._offers[offer_id] = offer
         self._hold_until(offer, self._clock() + seal_within_s)
 
-    def seal(self, offer_id: str, groups: list[GroupBlocks], num_tokens: int) -> bool:
+    def seal(self, offer_id: str, groups: list[GroupBlocks], num_tokens: int, marks: KVMarks = NO_MARKS) -> bool:
         """Say that the blocks are complete. False when the offer has ended meanwhile: there is nothing more to do."""
         self.expire()
         offer = self._offers.get(offer_id)
@@ -155,6 +163,7 @@ class OfferTable:
             return False
         offer.on(OfferEvent.SEAL)
         offer.groups, offer.num_tokens = groups, num_tokens
+        offer.marks = msgspec.structs.replace(marks, before_reset=marks.before_reset or offer.marks.before_reset)
         self._hold_until(offer, self._clock() + offer.lease_s)
         return True
 
@@ -168,6 +177,7 @@ class OfferTable:
         *,
         remaining_s: float = 600.0,
         written: bool = False,
+        heeds_marks: bool = True,
     ) -> OfferView:
         """Let a consumer read an offer, or the blocks of it named in `groups`; repeating a begin changes nothing.
 
@@ -175,7 +185,7 @@ class OfferTable:
         computed, so that it may begin before the seal (what is there by then is not in the view); the blocks are held until
         `stopped` says that it does no more, whatever becomes of the transfer.
 
-        Raises TransferFailed (unknown, not_sealed, released, expired, committed, digest, stale, transfer_ended) or
+        Raises TransferFailed (unknown, not_sealed, released, expired, committed, marked, digest, stale, transfer_ended) or
         Forbidden (blocks that are not the offer's, another consumer's transfer).
         """
         self.expire()
@@ -188,7 +198,9 @@ class OfferTable:
             raise TransferFailed(f"{Reason.TRANSFER_ENDED}: transfer {transfer_id} has ended already, {outcome}")
         try:
             offer = self._readable(offer_id, digest, early=written)
-            view = _view(offer, groups)
+            if not heeds_marks:
+                _check_unmarked(offer)
+            view = narrowed(offer.view, offer_id, groups)
         except (TransferFailed, Forbidden):
             self._remember_transfer(transfer_id, TRANSFER_TABLE[TransferState.OPEN, TransferEvent.REFUSE])
             raise
@@ -209,6 +221,11 @@ class OfferTable:
             self._writers[transfer_id] = offer
         self._extend(transfer)
         return view
+
+    def note_reset(self) -> None:
+        """What has been computed for offers by now is for their own requests only, not for who comes later."""
+        for offer in self._offers.values():
+            offer.marks = msgspec.structs.replace(offer.marks, before_reset=True)
 
     def knows(self, offer_id: str) -> bool:
         """Whether an offer of this name was opened."""
@@ -362,34 +379,13 @@ class OfferTable:
         _remember(self._past_transfers, transfer_id, state)
 
 
-def _view(offer: _Offer, groups: list[GroupBlocks] | None) -> OfferView:
-    """Narrow an offer to the blocks a consumer names, with the generations the owner knows. They must be a run of the offer's, in
-    its order: tokens are told by place.
-    """
-    if not groups:
-        return OfferView(groups=offer.groups, num_tokens=offer.num_tokens)
-    offered = {each.group: each for each in offer.groups}
-    narrowed = []
-    for wanted in groups:
-        of_group = offered.get(wanted.group, GroupBlocks(group=wanted.group, block_ids=[], generations=[]))
-        known = dict(zip(of_group.block_ids, of_group.generations, strict=True))
-        if missing := [block_id for block_id in wanted.block_ids if block_id not in known]:
-            raise Forbidden(f"{Reason.FOREIGN_BLOCKS}: block {missing[0]} is not in offer {offer.offer_id}")
-        generations = [known[block_id] for block_id in wanted.block_ids]
-        if wanted.generations and wanted.generations != generations:
-            raise TransferFailed(f"{Reason.STALE}: blocks of offer {offer.offer_id} have newer content")
-        skipped = of_group.block_ids.index(wanted.block_ids[0]) if wanted.block_ids else 0
-        if of_group.block_ids[skipped : skipped + len(wanted.block_ids)] != wanted.block_ids:
-            raise Forbidden(f"{Reason.FOREIGN_BLOCKS}: offer {offer.offer_id} does not have these blocks in this order")
-        narrowed.append(
-            GroupBlocks(
-                group=wanted.group,
-                block_ids=wanted.block_ids,
-                generations=generations,
-                first_block=of_group.first_block + skipped,
-            )
+def _check_unmarked(offer: _Offer) -> None:
+    """Raise TransferFailed for a consumer in whose prefix cache others would find what they must not."""
+    if offer.marks != NO_MARKS:
+        raise TransferFailed(
+            f"{Reason.MARKED}: offer {offer.offer_id} rests on converted KV or is from before a reset, which this consumer's "
+            "release does not keep in mind"
         )
-    return OfferView(groups=narrowed, num_tokens=offer.num_tokens)
 
 
 def _remember(memory: "OrderedDict[str, ValueT]", key: str, value: ValueT) -> None:

@@ -119,6 +119,8 @@ class Reason(StrEnum):
     EXPIRED = "expired"
     COMMITTED = "committed"
     """The offer was for one consumer, and that one has it."""
+    MARKED = "marked"
+    """It rests on converted KV or is from before a reset, and the consumer's release would not keep that in mind."""
     DIGEST = "digest"
     STALE = "stale"
     FOREIGN_BLOCKS = "foreign_blocks"

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.errors import MeshError
 from pdmesh.protocol import mesh_pb2 as pb
-from pdmesh.protocol.messages import GroupBlocks
+from pdmesh.protocol.messages import NO_MARKS, GroupBlocks, KVMarks
 from pdmesh.protocol.states import TransferState
 from pdmesh.protocol.wire import blocks_from_pb, blocks_to_pb, error_from_pb, error_to_pb, to_ms
 
@@ -18,6 +18,7 @@ class OfferView:
 
     groups: list[GroupBlocks]
     num_tokens: int
+    marks: KVMarks = NO_MARKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class Begin:
     """How long the consumer's own request may still want it."""
     connector: str = ""
     """Over which it will be read; empty: one that reads where the blocks lie."""
+    heeds_marks: bool = True
+    """Whether the consumer keeps the view's marks; one of an earlier release does not know of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,7 @@ def begin_to_pb(begin: Begin) -> pb.BeginTransferRequest:
         groups=[blocks_to_pb(group) for group in begin.groups],
         remaining_ms=to_ms(begin.remaining_s),
         connector=begin.connector,
+        heeds_marks=begin.heeds_marks,
     )
 
 
@@ -99,6 +103,7 @@ def begin_from_pb(message: pb.BeginTransferRequest) -> Begin:
         groups=[blocks_from_pb(group) for group in message.groups],
         remaining_s=message.remaining_ms / 1000,
         connector=message.connector,
+        heeds_marks=message.heeds_marks,
     )
 
 
@@ -108,7 +113,11 @@ def begun_to_pb(begun: Begun) -> pb.BeginTransferReply:
         return pb.BeginTransferReply(error=error_to_pb(begun.error), peer_id=begun.peer_id)
     view = begun.view or OfferView(groups=[], num_tokens=0)
     return pb.BeginTransferReply(
-        groups=[blocks_to_pb(group) for group in view.groups], num_tokens=view.num_tokens, peer_id=begun.peer_id
+        groups=[blocks_to_pb(group) for group in view.groups],
+        num_tokens=view.num_tokens,
+        peer_id=begun.peer_id,
+        num_exact_tokens=view.marks.num_exact_tokens,
+        before_reset=view.marks.before_reset,
     )
 
 
@@ -116,7 +125,12 @@ def begun_from_pb(message: pb.BeginTransferReply) -> Begun:
     """Decode the answer to a begin: a view or an error."""
     if message.HasField("error"):
         return Begun(peer_id=message.peer_id, error=error_from_pb(message.error))
-    view = OfferView(groups=[blocks_from_pb(group) for group in message.groups], num_tokens=message.num_tokens)
+    marks = KVMarks(
+        num_exact_tokens=message.num_exact_tokens if message.HasField("num_exact_tokens") else None,
+        before_reset=message.before_reset,
+    )
+    groups = [blocks_from_pb(group) for group in message.groups]
+    view = OfferView(groups=groups, num_tokens=message.num_tokens, marks=marks)
     return Begun(peer_id=message.peer_id, view=view)
 
 

@@ -163,6 +163,7 @@ def assemble(
     )
     fetches = Fetches(peers=peers, tasks=tasks, metrics=metrics)
     endings = Endings(table=table, core=core, handoff=handoff, fetches=fetches, metrics=metrics)
+    resets = PrefixCacheResets(core, offers.note_reset)
     sources = Sources(
         config=config,
         ready=ready,
@@ -172,6 +173,7 @@ def assemble(
         fetches=fetches,
         tier=tier,
         metrics=metrics,
+        resets=resets,
     )
     expectations = Expectations(
         identity=identity,
@@ -199,7 +201,6 @@ def assemble(
         metrics=metrics,
         heart=heart,
     )
-    resets = PrefixCacheResets(core)
     sessions = Sessions(table=table, endings=endings, handoff=handoff, expectations=expectations, metrics=metrics)
     return Engine(
         table=table,

@@ -91,7 +91,7 @@ class Handoff:
 
     def sealed(self, message: OfferSealed) -> None:
         """The core holds the whole prompt's blocks."""
-        if self._offers.seal(message.offer_id, message.groups, message.num_tokens):
+        if self._offers.seal(message.offer_id, message.groups, message.num_tokens, message.marks):
             self._sealed[message.offer_id] = message
             self.owner.publications.sealed(message.offer_id)
             if self.owner.sums is not None:

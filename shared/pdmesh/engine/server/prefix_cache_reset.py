@@ -1,6 +1,7 @@
 """Empties the core's prefix cache on request, and waits until the core says that it has."""
 
 import asyncio
+from collections.abc import Callable
 from itertools import count
 from typing import Protocol
 
@@ -22,8 +23,11 @@ class Core(Protocol):
 class PrefixCacheResets:
     """Resets that are under way, by number."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, on_begun: Callable[[], None] = lambda: None) -> None:
+        """`on_begun` is called as each is ordered: the core has computed nothing by then that is still wanted afterwards."""
         self._core = core
+        self._on_begun = on_begun
+        self.num_begun = 0
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
@@ -35,6 +39,8 @@ class PrefixCacheResets:
         done = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             self._core.send(ResetPrefixCache(number=number))
+            self.num_begun += 1
+            self._on_begun()
             async with asyncio.timeout(TIMEOUT_S):
                 await done
         except TimeoutError:

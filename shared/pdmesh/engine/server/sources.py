@@ -19,12 +19,13 @@ from pdmesh.engine.server.fetches import ABORTED, Fetch, Fetches, Origin
 from pdmesh.engine.server.identity import engine_id_of
 from pdmesh.engine.server.kv_peers import KVPeers
 from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.prefix_cache_reset import PrefixCacheResets
 from pdmesh.engine.server.pull_time import MOST_S, PullTimes
 from pdmesh.engine.server.requests import RunningRequest
 from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.engine.server.transfer_params import RemoteKV
 from pdmesh.errors import PeerError, PeerUnavailable, TransferFailed
-from pdmesh.protocol.exchange import KVNames
+from pdmesh.protocol.exchange import Exchange, KVNames
 from pdmesh.protocol.messages import GenerateRequest, GroupBlocks, KVSource
 from pdmesh.protocol.ticket import Ticket, unseal
 from pdmesh.protocol.transfers import Begun, OfferView
@@ -59,6 +60,7 @@ class Sources:
         fetches: Fetches,
         tier: TierClient | None,
         metrics: EngineMetrics,
+        resets: PrefixCacheResets,
     ) -> None:
         self._config = config
         self._ready = ready
@@ -70,6 +72,7 @@ class Sources:
         self._allowed = KVPeers(config.kv_peers, on_loopback=config.on_loopback)
         self._tier = tier
         self._metrics = metrics
+        self._resets = resets
 
     def needs_calls(self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes]) -> bool:
         """Whether finding the KV takes calls to other services."""
@@ -178,11 +181,12 @@ class Sources:
                 connector=connector,
             )
 
+        num_resets = self._resets.num_begun
         begun = await self._attempts.begin(target, ask)
         if begun is None:
             raise TransferFailed(f"unknown: {target.address} says nothing of offer {offer_id}")
         source = self._source(*begun, fail_policy=self._config.kv_load_failure_policy)
-        return msgspec.structs.replace(source, offer_id=offer_id)
+        return msgspec.structs.replace(source, offer_id=offer_id, num_resets=num_resets)
 
     async def _from_tier(self, running: RunningRequest, keys: list[bytes]) -> KVSource | None:
         begun = await self._begin_at_tier(running, keys)
@@ -200,7 +204,9 @@ class Sources:
         """What the core is to pull, and how long that may take beside the pulls that are under way."""
         num_bytes = self._fetches.num_bytes_under_way(fetch.connector)
         bound_s = self._times.bound_s(fetch.connector, num_bytes, is_converted=bool(fetch.layouts))
-        groups = view.groups
+        groups, marks = view.groups, view.marks
+        if fetch.exchange is Exchange.ROUNDED:
+            marks = msgspec.structs.replace(marks, num_exact_tokens=0)
         if not self._config.kv_checksums:
             groups = [msgspec.structs.replace(blocks, checksums=[]) for blocks in groups]
         return KVSource(
@@ -210,6 +216,7 @@ class Sources:
             groups=groups,
             num_tokens=view.num_tokens,
             layouts=list(fetch.layouts),
+            marks=marks,
             fail_policy=fail_policy,
             deadline_s=min(bound_s, fetch.running.remaining_s),
         )
