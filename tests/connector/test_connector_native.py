@@ -186,6 +186,35 @@ def test_a_helper_that_hangs_is_killed_when_a_pull_is_overdue(name: str, node: N
         assert consumer.pull(node) == ""
 
 
+def test_a_read_that_may_go_on_ends_with_its_helper(name: str, node: Node) -> None:
+    """A read that failed half-way, so that nobody can say what of it still runs, is over when the process is dead."""
+    with consuming(name) as consumer:
+        consumer.connector.connect(node.pool_for(name))
+        process = helper_of(os.getpid())
+        process.suspend()
+        consumer.connector.start(
+            Pull(
+                transfer_id="half",
+                peer_id=node.peer_id,
+                source_block_ids=BLOCKS,
+                generations=node.first_generations,
+                target_block_ids=BLOCKS,
+                deadline_s=60.0,
+            )
+        )
+        helper = consumer.connector._helper  # type: ignore[attr-defined]
+        said = PullEnded(transfer_id="half", reason="error:half of it", num_bytes=0, may_write=True)
+        helper._hear(next(iter(Frames().feed(frame(said)))))
+        assert process.is_running()
+        assert consumer.connector.poll() == []
+        helper.wake()
+        (result,) = wait_for(consumer.connector, 1, 5.0)
+        assert result.reason.startswith("error:")
+        assert not process.is_running()
+        wait_until(lambda: consumer.changes)
+        assert consumer.pull(node) == ""
+
+
 def test_a_crash_on_the_owners_side_needs_its_new_metadata(name: str) -> None:
     with pool_node([name], SHAPE, "mortal@1") as mortal, consuming(name) as consumer:
         consumer.connector.connect(mortal.pool_for(name))

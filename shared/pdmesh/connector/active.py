@@ -145,8 +145,8 @@ class ActivePulls:
             return list(self._active.values())
 
     def finish(self, transfer_id: str, reason: str, num_bytes: int = 0, *, may_write: bool = False) -> bool:
-        """End a pull; False when it had ended before. Call only when nothing writes to its target blocks any more, or of a push
-        with `may_write`."""
+        """End a pull; False when it had ended before. Call only when nothing writes to its target blocks any more (a read
+        that was cancelled, or whose peer is lost, goes on until its transport says otherwise), or of a push with `may_write`."""
         with self._lock:
             active = self._active.pop(transfer_id, None)
             if active is None:

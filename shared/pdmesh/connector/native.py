@@ -72,6 +72,8 @@ class NativeConnector(ReadInPlace):
         metadata = opened(peer, NativeMetadata, self._secret, self.name)
         shape = metadata.shape_of(peer)
         check_block_bytes(peer, pool.shape)
+        # The helper gives up what it knew of a peer of this id.
+        self._lose(peer.peer_id)
         helper.connect(
             ConnectAgent(
                 peer_id=peer.peer_id,
@@ -87,9 +89,7 @@ class NativeConnector(ReadInPlace):
     def disconnect(self, peer_id: str) -> None:
         if self._peers.pop(peer_id, None) is None:
             return
-        for active in self._pulls.of_peer(peer_id):
-            active.peer_lost = True
-            active.fence_soon()
+        self._lose(peer_id)
         self._registered()[1].disconnect(peer_id)
 
     def start(self, pull: Pull) -> None:
@@ -140,6 +140,12 @@ class NativeConnector(ReadInPlace):
         for active in self._pulls.all():
             self._pulls.finish(active.pull.transfer_id, PullEnd.CANCELLED)
         self._pulls.close()
+
+    def _lose(self, peer_id: str) -> None:
+        """See that the pulls of a peer end: by themselves, as those of a living one do in milliseconds, or by force."""
+        for active in self._pulls.of_peer(peer_id):
+            active.peer_lost = True
+            active.fence_soon()
 
     def _registered(self) -> tuple[KVPool, NativeHelper]:
         if self._pool is None or self._helper is None:

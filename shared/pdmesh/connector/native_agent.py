@@ -23,11 +23,17 @@ Piece = tuple[int, int, int]
 
 
 class CopyState(Enum):
-    """How a copy is doing. DONE and FAILED both mean that nothing is written on its behalf any more."""
+    """How a copy is doing. DONE and FAILED both mean that nothing is written on its behalf any more, by whatever part of it."""
 
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
+    UNSETTLED = "unsettled"
+    """It failed, and nobody can say whether a part of it goes on."""
+
+
+class NothingPosted(Exception):
+    """A copy could not be begun, and no part of it runs."""
 
 
 class NativeAgent(ABC):
@@ -56,7 +62,8 @@ class NativeAgent(ABC):
 
     @abstractmethod
     def read(self, local: Ranges, remote: Ranges, peer: str) -> int:
-        """Begin to copy remote ranges into local ones, in pairs of one length; returns a handle."""
+        """Begin to copy remote ranges into local ones, in pairs of one length; returns a handle. Raises NothingPosted; after
+        anything else that it raises a part may run."""
 
     @abstractmethod
     def state(self, handle: int) -> CopyState:
@@ -64,7 +71,8 @@ class NativeAgent(ABC):
 
     @abstractmethod
     def release(self, handle: int) -> None:
-        """Free a handle. Raises when the copy runs and cannot be stopped; then nothing has changed."""
+        """Free a handle. Raises while the copy runs, whatever the library would do then: what it calls a cancellation rarely
+        says that nothing is written any more."""
 
 
 class WritingAgent(NativeAgent):
@@ -72,7 +80,7 @@ class WritingAgent(NativeAgent):
 
     @abstractmethod
     def write(self, local: Ranges, remote: Ranges, peer: str) -> int:
-        """Begin to copy local ranges into remote ones, in pairs of one length; returns a handle. DONE means that all bytes are in
+        """Begin to copy local ranges into remote ones, as `read` does the other way. DONE means that all bytes are in
         the peer's memory, FAILED only that this side reads no more of them: some may be on their way."""
 
 

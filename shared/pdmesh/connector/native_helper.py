@@ -22,7 +22,7 @@ from concurrent.futures import Future
 import msgspec
 
 from pdmesh.connector.active import ActivePulls, error_reason
-from pdmesh.connector.base import Push
+from pdmesh.connector.base import Pull, Push
 from pdmesh.connector.grave import Grave
 from pdmesh.connector.native_agent import Transport
 from pdmesh.connector.native_messages import (
@@ -281,7 +281,7 @@ class NativeHelper:
         message = from_helper_decoder.decode(body)
         match message:
             case PullEnded():
-                self._pulls.finish(message.transfer_id, message.reason, message.num_bytes, may_write=message.may_write)
+                self._end(message)
             case AgentConnected():
                 self._answer(message.order, message.error)
             case HelperReady():
@@ -294,6 +294,15 @@ class NativeHelper:
                 log.error("%s cannot be used: %s", self._transport.title, message.message)
                 if not self._ready.done():
                     self._ready.set_exception(RuntimeError(message.message))
+
+    def _end(self, message: PullEnded) -> None:
+        """End a pull or a write; a pull that may still write here ends with the process, which is killed at once."""
+        active = self._pulls.get(message.transfer_id)
+        if message.may_write and active is not None and isinstance(active.pull, Pull):
+            log.warning("a read over %s may go on after it failed: %s", self._transport.title, message.reason)
+            active.fence_s = time.monotonic()
+            return
+        self._pulls.finish(message.transfer_id, message.reason, message.num_bytes, may_write=message.may_write)
 
     def _answer(self, order: int, error: str) -> None:
         with self._lock:

@@ -33,6 +33,8 @@ CONNECT_TIMEOUT_S = 3.0
 WORD_BYTES = 8
 # Read at once where blocks are summed as they arrive: summing 8 MiB takes half a millisecond.
 PIECE_BYTES = 8 << 20
+# Read at once where nothing is done between: what is cancelled has a second to end in, or costs all others their helper.
+UNCHECKED_PIECE_BYTES = 64 << 20
 
 
 class Memory:
@@ -168,10 +170,10 @@ class PullJob:
         self._stage = _Stage.DATA
         self._throttle = throttle
         self._place = memory.place(message)
+        self._wanted = np.asarray(message.checksums, dtype=np.uint64)
         self._pieces = self._split()
         self._piece = slice(0)
         """What is being read."""
-        self._wanted = np.asarray(message.checksums, dtype=np.uint64)
         self._checks: list[Future[bool]] = []
         """Of what has arrived: whether it is what the owner summed."""
         self.due_s = 0.0
@@ -212,10 +214,10 @@ class PullJob:
         return self._ended(self.reason or PullEnd.PEER_LOST)
 
     def _split(self) -> deque[slice]:
-        """Places in the block lists that are read at once; all of them where nothing is checked and there is no throttle."""
+        """Places in the block lists that are read at once."""
         num = len(self.message.target_block_ids)
         block_bytes = self._place.target.shape.block_bytes
-        most = self._throttle.piece_blocks(block_bytes, PIECE_BYTES if self.message.checksums else num * block_bytes)
+        most = self._throttle.piece_blocks(block_bytes, PIECE_BYTES if self._wanted.size else UNCHECKED_PIECE_BYTES)
         return deque(slice(begin, begin + most) for begin in range(0, num, most))
 
     def _next_piece(self) -> None:

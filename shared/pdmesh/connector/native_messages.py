@@ -109,7 +109,7 @@ class PullEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     num_bytes: int
     may_write: bool = False
-    """Of a write: bytes of it may still come to the peer's memory."""
+    """Of a write: bytes of it may still come to the peer's memory. Of a pull: to this one's, until the helper is dead."""
 
 
 FromHelper = HelperReady | HelperFailed | AgentConnected | PullEnded

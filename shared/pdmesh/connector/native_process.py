@@ -16,8 +16,18 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+
 from pdmesh.connector.active import PullEnd, error_reason
-from pdmesh.connector.native_agent import AgentSettings, CopyState, NativeAgent, Ranges, WritingAgent, make_agent
+from pdmesh.connector.native_agent import (
+    AgentSettings,
+    CopyState,
+    NativeAgent,
+    NothingPosted,
+    Ranges,
+    WritingAgent,
+    make_agent,
+)
 from pdmesh.connector.native_jobs import NUM_PROOF_SLOTS, Job, Memory, Peer, ProofJob, PullJob
 from pdmesh.connector.native_messages import (
     AgentConnected,
@@ -47,6 +57,10 @@ POLL_S = 0.0002
 SWITCH_INTERVAL_S = 0.0002
 
 
+class PartlyPosted(Exception):
+    """A copy could not be begun whole, and a part of it may run."""
+
+
 class Helper:
     """Carries out the engine's orders. Single-threaded."""
 
@@ -57,6 +71,8 @@ class Helper:
         self._agents: dict[str, Peer] = {}
         self._jobs: list[Job] = []
         self._num_handshakes = 0
+        self._abandoned: list[int] = []
+        """Proofs' reads that ran when their peer was given up: freed once they have ended."""
         self._has_moved = False
         """Whether a job went on at the last look: its next read may have ended already."""
 
@@ -97,14 +113,15 @@ class Helper:
         return answers
 
     def _read(self, local: Ranges, remote: Ranges, peer: Peer) -> int:
-        return self._agent.read(local, remote, peer.name)
+        return _begun(self._agent.read, local, remote, peer)
 
     def _write(self, local: Ranges, remote: Ranges, peer: Peer) -> int:
         if not isinstance(self._agent, WritingAgent):
             raise TypeError("this transport does not write")
-        return self._agent.write(local, remote, peer.name)
+        return _begun(self._agent.write, local, remote, peer)
 
     def _connect(self, message: ConnectAgent) -> list[FromHelper]:
+        self._abandoned = [handle for handle in self._abandoned if not _quietly(self._agent.release, handle)]
         try:
             peer = Peer(self._agent.add_peer(message.agent), message)
             self._agents[message.peer_id] = peer
@@ -127,8 +144,7 @@ class Helper:
                 transfer_id=message.transfer_id,
                 reason=error_reason(exc),
                 num_bytes=0,
-                # A part of a write may have been posted.
-                may_write=isinstance(message, StartPush),
+                may_write=isinstance(exc, PartlyPosted),
             )
             return [ended, *self._drop(message.peer_id)]
         return []
@@ -143,11 +159,11 @@ class Helper:
             return self._begin_if_due(job)
         state, peer_id = self._agent.state(job.handle), job.peer.message.peer_id
         if self._agents.get(peer_id) is not job.peer:
-            return [] if state is CopyState.RUNNING else self._end_lost(job)
+            return [] if state is CopyState.RUNNING else self._end_lost(job, state)
         if state is CopyState.RUNNING:
             overdue = isinstance(job, ProofJob) and time.monotonic() > job.deadline_s
             return self._drop(peer_id) if overdue else []
-        if state is CopyState.FAILED:
+        if state is not CopyState.DONE:
             return self._drop(peer_id)
         self._agent.release(job.handle)
         return self._go_on(job, job.on_done)
@@ -155,7 +171,7 @@ class Helper:
     def _begin_if_due(self, job: Job) -> list[FromHelper]:
         """Look after a job that has no read under way."""
         if self._agents.get(job.peer.message.peer_id) is not job.peer:
-            return self._end_lost(job)
+            return self._end_lost(job, CopyState.FAILED)
         return self._go_on(job, job.on_due)
 
     def _go_on(self, job: Job, step: Callable[[], FromHelper | None]) -> list[FromHelper]:
@@ -163,9 +179,9 @@ class Helper:
         peer_id = job.peer.message.peer_id
         try:
             answer = step()
-        except Exception:  # any of the library's classes, from beginning the next read
+        except Exception as exc:  # any of the library's classes, from beginning the next read
             self._jobs.remove(job)
-            return [job.on_lost(), *self._drop(peer_id)]
+            return [_lost(job, may_write=isinstance(exc, PartlyPosted)), *self._drop(peer_id)]
         if answer is None:
             self._has_moved |= job.handle is not None
             return []
@@ -174,7 +190,7 @@ class Helper:
         return [answer, *self._drop(peer_id)] if refused else [answer]
 
     def _drop(self, peer_id: str) -> list[FromHelper]:
-        """Forget a peer and say so of its jobs; of a pull that cannot be stopped only when its read has ended."""
+        """Forget a peer and say so of its jobs; of one whose copy runs only when that has ended."""
         peer = self._agents.pop(peer_id, None)
         if peer is None:
             return []
@@ -192,27 +208,44 @@ class Helper:
         """Free a job's handle if that can be; whether nothing that matters is written on its behalf from now on."""
         if job.handle is None:
             return True
-        if isinstance(job, PushJob) and self._agent.state(job.handle) is CopyState.RUNNING:
-            # Freeing it would not tell whether it goes on.
-            return False
-        if _quietly(self._agent.release, job.handle) or self._agent.state(job.handle) is not CopyState.RUNNING:
+        if self._agent.state(job.handle) in (CopyState.DONE, CopyState.FAILED):
+            _quietly(self._agent.release, job.handle)
             return True
-        # A late proof lands in a slot that no handshake uses for long; a late pull would land in another request's block.
-        return isinstance(job, ProofJob)
+        if isinstance(job, ProofJob):
+            # A late proof lands in a slot that no handshake uses for long; a late pull would land in another request's block.
+            self._abandoned.append(job.handle)
+            return True
+        return False
 
-    def _end_lost(self, job: Job) -> list[FromHelper]:
-        """The read of a job whose peer was dropped has ended."""
+    def _end_lost(self, job: Job, state: CopyState) -> list[FromHelper]:
+        """The copy of a job whose peer was dropped has ended, or goes on with nobody being able to tell."""
         if job.handle is not None:
             _quietly(self._agent.release, job.handle)
         self._jobs.remove(job)
         self._close(job.peer)
-        return [job.on_lost()]
+        return [_lost(job, may_write=state is CopyState.UNSETTLED)]
 
     def _close(self, peer: Peer) -> None:
         """Close the connection to a dropped peer, once none of its reads runs, unless it has been connected anew."""
-        in_use = any(job.peer is peer for job in self._jobs)
+        in_use = any(job.peer.name == peer.name for job in self._jobs)
         if not in_use and all(each.name != peer.name for each in self._agents.values()):
             _quietly(self._agent.remove_peer, peer.name)
+
+
+def _begun(copy: Callable[[Ranges, Ranges, str], int], local: Ranges, remote: Ranges, peer: Peer) -> int:
+    """Begin a copy; returns its handle. Raises NothingPosted or PartlyPosted."""
+    try:
+        return copy(local, remote, peer.name)
+    except NothingPosted:
+        raise
+    except Exception as exc:  # any of the library's classes
+        raise PartlyPosted(str(exc)) from exc
+
+
+def _lost(job: Job, *, may_write: bool) -> FromHelper:
+    """What is said of a job whose peer is lost."""
+    answer = job.on_lost()
+    return msgspec.structs.replace(answer, may_write=True) if may_write and isinstance(answer, PullEnded) else answer
 
 
 def _quietly(call: Callable[[ArgumentT], None], argument: ArgumentT) -> bool:
