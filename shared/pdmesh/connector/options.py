@@ -64,7 +64,8 @@ class NixlOptions(NativeOptions):
     backends: list[Literal["UCX"]] = Field(default=["UCX"], min_length=1, max_length=1)
     """NIXL's plug-ins; UCX is the one that reads other hosts' memory here."""
     num_threads: int = Field(default=0, ge=0, le=64)
-    """Threads of the UCX plug-in that share a read's blocks; 0: none beside the one that makes progress."""
+    """Threads of the UCX plug-in that share a read's blocks; 0: none beside the one that makes progress. Each has a connection of
+    its own, so with them a read of a peer that is lost ends with the helper process."""
     ucx_tls: str = Field(default="", max_length=1024)
     """Transports that UCX may use, as UCX_TLS has them: `rc,sm`, or `^cuda` for all but that."""
     ucx_net_devices: str = Field(default="", max_length=1024)
