@@ -40,8 +40,6 @@ PULLED_WITHIN_S = 0.4
 # One that is slowed down takes two seconds.
 PART_S = 0.5
 NUM_LAST_BLOCKS = 4
-# The blocks' generations and checksums, after the last byte.
-COMPARED_WITHIN_S = 0.2
 
 
 @dataclass(slots=True)
@@ -158,6 +156,11 @@ def _offered(scene: Scene) -> None:
 
 def _mid_fetch(scene: Scene) -> None:
     _acquaint(scene)
+    _begin_pull(scene)
+
+
+def _begin_pull(scene: Scene) -> None:
+    """Send the request and have its pull under way and held: by its pace, or by a frozen transport."""
     is_slow = _slow_down(scene)
     if not is_slow:
         scene.decode.freeze_transport()
@@ -221,25 +224,26 @@ def _slow_down(scene: Scene) -> bool:
 
 
 def _fetched(scene: Scene) -> None:
-    known = {node.name: contents(node) for node in scene.stage.prefills}
-    # It is asked while it can answer.
-    scene.decode.pool_shape()
-    _mid_fetch(scene)
-    assert scene.prefill is not None
-    offered, num_blocks = contents(scene.prefill) - known[scene.prefill.name], len(scene.body["prompt"]) // BLOCK_TOKENS
+    _acquaint(scene)
+    # Asked while it can answer: what it has from elsewhere, the acquaintance's prompts among it, does not count as fetched.
+    known = contents(scene.decode)
+    _begin_pull(scene)
+    # The last one is partly filled, and is fetched like the others.
+    num_blocks = -(-len(scene.body["prompt"]) // BLOCK_TOKENS)
     if _slow_down(scene):
         # Its server is frozen no sooner than it must be: it has a proxy to answer.
-        _wait_there(scene, offered, num_blocks - NUM_LAST_BLOCKS)
-    # The pull ends in the core, and nobody in the server hears of it.
+        _wait_there(scene, known, num_blocks - NUM_LAST_BLOCKS)
+    # The pull ends in the core, which may go on with the request, and nobody in the server hears of it.
     scene.decode.freeze_server()
     scene.decode.thaw_transport()
-    _wait_there(scene, offered, num_blocks)
-    time.sleep(COMPARED_WITHIN_S)
+    _wait_there(scene, known, num_blocks)
+    # The blocks' generations and checksums are compared after the last byte; then there is nothing left to do.
+    wait_until(scene.decode.engine_rests, REACHED_WITHIN_S, f"{scene.decode.name} has compared what it pulled")
 
 
-def _wait_there(scene: Scene, offered: set[bytes], count: int) -> None:
-    """Wait until so many of the offered blocks are in the decode's memory."""
-    wait_until(lambda: len(offered & contents(scene.decode)) >= count, REACHED_WITHIN_S, f"{count} blocks pulled")
+def _wait_there(scene: Scene, known: set[bytes], count: int) -> None:
+    """Wait until so many blocks are in the decode's memory that were not."""
+    wait_until(lambda: len(contents(scene.decode) - known) >= count, REACHED_WITHIN_S, f"{count} blocks pulled")
 
 
 def _generating(count: int) -> Callable[[Scene], None]:

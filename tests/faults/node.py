@@ -22,6 +22,9 @@ METRICS_TIMEOUT_S = 10.0
 CORE = "pdmesh.engine.core_process"
 HELPERS = "pdmesh.connector."
 """In the command of a process in which a native transport runs."""
+# A thread that waits for a CPU adds to what is looked at as one that runs does: what is busy is not overlooked on a busy machine.
+REST_LOOK_S = 0.2
+REST_SHARE = 0.05
 POOL_LINK = "/memfd:pdmesh-"
 FOLDER_OF_TESTS = Path(__file__).resolve().parents[1]
 
@@ -135,6 +138,21 @@ class Node:
     def thaw_transport(self) -> None:
         """SIGCONT to all but the server itself."""
         self._continue([each for each in self._frozen if each.pid != self.process.pid])
+
+    def engine_rests(self) -> bool:
+        """Whether the core and its helpers have slept through a look at them, but for their pulse."""
+        before_s = self._engine_cpu_s()
+        time.sleep(REST_LOOK_S)
+        return self._engine_cpu_s() - before_s < REST_LOOK_S * REST_SHARE
+
+    def _engine_cpu_s(self) -> float:
+        """CPU time of all threads but the server's, and the time that they stood in line for a CPU."""
+        stats = [stat for each in self._all()[1:] for stat in Path(f"/proc/{each.pid}/task").glob("*/schedstat")]
+        total_ns = 0
+        for stat in stats:
+            with contextlib.suppress(OSError):
+                total_ns += sum(map(int, stat.read_text().split()[:2]))
+        return total_ns / 1e9
 
     def pool_shape(self) -> tuple[int, int]:
         """Blocks of an engine's pool, and the bytes of one; the engine must answer when this is first asked of it."""
