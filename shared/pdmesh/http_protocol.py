@@ -13,6 +13,7 @@ from typing import Any
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256
@@ -26,6 +27,9 @@ PIECE_BYTES = 16 << 10
 # A client that still sends when its connection is closed gets a reset instead of the answer.
 LINGER_S = 1.0
 MAX_REFUSED_OPEN = RESERVED_DESCRIPTORS // 2
+LAST_REQUEST_S = 1
+"""How long an open connection may bring one more request to a server that takes its leave: more than a client thinks before
+its next request, and than its network takes."""
 
 WRITE_EXTENSION = "pdmesh.write"
 """In an ASGI scope's extensions: see `_write_piece`."""
@@ -53,6 +57,28 @@ def _write_piece(cycle: RequestResponseCycle, piece: bytes) -> bool:
     return True
 
 
+class Leaving(ServerState):
+    """What the connections of one server share: whether it takes its leave, and the signal that one has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost = asyncio.Event()
+        """Set whenever a connection has ended."""
+        self.closes_idle = False
+
+    def announce(self) -> None:
+        """Have each answer that begins from now on be the last of its connection."""
+        # In place: what is being answered knows this very list.
+        self.default_headers.append((b"connection", b"close"))
+
+    def close_idle(self) -> None:
+        """Have each connection end soon that brings no request."""
+        self.closes_idle = True
+        for connection in list(self.connections):
+            if isinstance(connection, BoundedHttpProtocol):
+                connection.close_if_idle()
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. Between its requests, and within a request's head, it has a deadline."""
 
@@ -73,6 +99,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         num_over = len(self.connections) - self.max_connections
         if num_over <= 0:
             self._watch_head()
+            if isinstance(self.server_state, Leaving) and self.server_state.closes_idle:
+                self.close_if_idle()
             return
         if num_over == 1:
             log.warning("over %d open HTTP connections; further ones are refused", self.max_connections)
@@ -83,6 +111,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch_head()
         super().connection_lost(exc)
+        if isinstance(self.server_state, Leaving):
+            self.server_state.lost.set()
+
+    def close_if_idle(self) -> None:
+        """Close when no request comes within LAST_REQUEST_S, from now or from the end of the present answer on."""
+        self.timeout_keep_alive = LAST_REQUEST_S
+        if not self._in_head and not self._is_answering():
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(LAST_REQUEST_S, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
         """Parse, unless this connection has been refused and only waits for its client to read that."""

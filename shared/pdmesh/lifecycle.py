@@ -27,12 +27,15 @@ __all__ = [
     "bind",
     "check_ports",
     "die_with_parent",
+    "listen",
     "port_in_use",
     "run_service",
     "unless_stopped_early",
 ]
 
 log = logging.getLogger(__name__)
+
+HTTP_BACKLOG = 2048
 
 ServiceConfigT = TypeVar("ServiceConfigT", bound=ServiceConfig)
 
@@ -67,6 +70,10 @@ class Life:
         """Report that the service now takes work."""
         self.is_ready = True
         self._notify({"ready": True, **facts})
+
+    def leaving(self) -> None:
+        """Report that new work should go to a successor, which may start now."""
+        self._notify({"leaving": True})
 
     def _notify(self, message: dict[str, object]) -> None:
         if self._notify_fd < 0:
@@ -194,6 +201,14 @@ def check_ports(host: str, **ports: int) -> None:
     """
     for setting, port in ports.items():
         bind(host, port, setting).close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind a TCP socket for HTTP and listen. Raises ConfigError when the port is taken."""
+    bound = bind(host, port, "port")
+    # From here on clients can connect; they wait in the backlog until somebody accepts them.
+    bound.listen(HTTP_BACKLOG)
+    return bound
 
 
 def bind(host: str, port: int, setting: str) -> socket.socket:

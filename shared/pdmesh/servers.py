@@ -1,13 +1,11 @@
 """What a service is reached by: its HTTP and gRPC servers, as contexts that yield the bound port."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
-import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -15,52 +13,16 @@ from pdmesh.auth import AuthInterceptor
 from pdmesh.channels import add_port
 from pdmesh.decoding import DecodeInterceptor
 from pdmesh.grpc_options import GRPC_OPTIONS
-from pdmesh.http_protocol import BoundedHttpProtocol
-from pdmesh.lifecycle import bind, port_in_use
+from pdmesh.http_server import serving
+from pdmesh.lifecycle import bind, listen, port_in_use
 from pdmesh.security import MeshSecret
-
-HTTP_BACKLOG = 2048
 
 
 @asynccontextmanager
 async def http_server(app: Any, host: str, port: int) -> AsyncIterator[int]:
     """Serve an ASGI app; yields the bound port. Raises ConfigError when the port is taken. Closing waits for no client."""
-    bound = bind(host, port, "port")
-    # From here on clients can connect; they wait in the backlog until uvicorn has started.
-    bound.listen(HTTP_BACKLOG)
-    server = _QuietServer(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            date_header=False,
-            timeout_graceful_shutdown=1,
-            http=BoundedHttpProtocol,
-            ws="none",
-        )
-    )
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    task = asyncio.create_task(server._serve([bound]))
-    try:
-        yield bound.getsockname()[1]
-    finally:
-        server.ended.set()
-        await task
-        bound.close()
-
-
-class _QuietServer(uvicorn.Server):
-    """uvicorn without its ten ticks a second, which keep a Date header fresh that nobody needs: idle is free."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ended = asyncio.Event()
-
-    async def main_loop(self) -> None:
-        """Sleep until the server is to end."""
-        await self.on_tick(0)
-        await self.ended.wait()
+    async with serving(app, listen(host, port)) as server:
+        yield server.port
 
 
 class _AskingHealth(health.aio.HealthServicer):  # type: ignore[name-defined, misc]

@@ -1,7 +1,8 @@
 """A logits processor, as operators write them, by which the fault tests slow an engine's steps down or hold one.
 
-A request asks for it in `vllm_xargs`: `pace_s` sleeps before each of its tokens; `hold` is a path, and while that exists the
-step in which the request gets its token number `hold_at` (any, when absent) waits. All else in the same step waits along.
+A request asks for it in `vllm_xargs`: `pace_s` sleeps before each of its tokens, where a path `pace_while` is given as long as
+that exists; `hold` is a path, and while that exists the step in which the request gets its token number `hold_at` (any, when
+absent) waits. All else in the same step waits along.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Pacer(LogitsProcessor):
 
     def apply(self, logits_V: torch.Tensor, row: RowView) -> None:
         args = row.extra_args
-        if pace_s := args.get("pace_s"):
+        pace_while = args.get("pace_while")
+        if (pace_s := args.get("pace_s")) and (not pace_while or Path(str(pace_while)).exists()):
             time.sleep(float(str(pace_s)))
         if (hold := args.get("hold")) and args.get("hold_at", len(row.output)) == len(row.output):
             until = time.monotonic() + MAX_HOLD_S

@@ -103,6 +103,48 @@ def test_child_says_that_it_is_ready_and_ends_with_its_whole_group(runtime: Runt
     wait_gone(grandchild)
 
 
+def test_a_successor_starts_while_the_old_one_ends_what_it_has(
+    runtime: RuntimeFolder, news: list[str], tmp_path: Path
+) -> None:
+    """The first life says that it leaves, as a proxy does at SIGTERM, and stays; both hold the door that they were given."""
+    code = (
+        "import json, os, pathlib, socket, sys, time\n"
+        "def given(flag): return int(sys.argv[sys.argv.index(flag) + 1])\n"
+        "def tell(word): os.write(given('--notify-fd'), json.dumps({word: True}).encode() + b'\\n')\n"
+        "tell('ready')\n"
+        "print(os.getpid(), socket.socket(fileno=given('--listen-fd')).getsockname()[1], flush=True)\n"
+        f"first = pathlib.Path({str(tmp_path / 'first')!r})\n"
+        "if not first.exists():\n"
+        "    first.touch()\n"
+        "    tell('leaving')\n" + SLEEP
+    )
+
+    async def go(listener: socket.socket) -> None:
+        keeper = Keeper(replace(spec(code), listener=listener), runtime, changed=lambda: None, report=news.append)
+        keeper.start()
+        async with asyncio.timeout(20):
+            while len(lines := _lines(keeper)) < 2:
+                await asyncio.sleep(0.02)
+        (old, *old_port), (new, *new_port) = (map(int, line.split()) for line in lines)
+        assert old_port == new_port == [listener.getsockname()[1]]
+        assert keeper.child is not None
+        assert keeper.child.pid == new
+        assert not is_gone(old)
+        assert "its successor is started" in news[0]
+        # Both are its own to end.
+        keeper.kill()
+        await keeper.stop(5.0)
+        assert is_gone(old)
+        assert is_gone(new)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asyncio.run(go(listener))
+
+
+def _lines(keeper: Keeper) -> list[str]:
+    return Path(keeper.log_path).read_text().splitlines()
+
+
 def test_child_dies_with_a_killed_supervisor(tmp_path: Path) -> None:
     program = f"""
 import asyncio, os, sys

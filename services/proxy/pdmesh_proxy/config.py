@@ -14,6 +14,12 @@ class ProxyConfig(ServiceConfig, HttpConfig):
 
     port: int = Field(default=8000, ge=0, le=65535)
     """HTTP port; 0: any free one."""
+    listen_fd: int = Field(default=-1, ge=-1)
+    """Inherited listening TCP socket to take clients from, instead of `host` and `port`: systemd's first is 3, and `pdmesh up`
+    passes one. Whoever holds it may start a successor at once; who connects meanwhile waits for that one."""
+    drain_grace_s: float = Field(default=0.0, ge=0, le=3600)
+    """Seconds after SIGTERM for which the port stays open and new requests are served while /health says 503, so that load
+    balancers look elsewhere first; then the port is free for a successor. With `listen_fd` there is no need."""
     model: str = ""
     """Where the tokenizer and the chat template come from: the same value as the engines' `model`."""
     served_model_name: str = ""

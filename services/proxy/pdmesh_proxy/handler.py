@@ -53,7 +53,7 @@ class MeshGenerator(Generator):
         self._index = PrefixIndex(config.prefix_index_entries)
         self._running: dict[str, RunningRequest] = {}
         self._emptied = asyncio.Event()
-        self._draining = False
+        self._retired = self._draining = False
 
     async def generate(self, request: TokenRequest) -> AsyncIterator[ChoiceDelta]:
         with self._admitted(request) as run:
@@ -85,13 +85,17 @@ class MeshGenerator(Generator):
             run.stop_choice(choice)
 
     async def problem(self) -> str:
-        if self._draining:
+        if self._retired:
             return "the proxy is shutting down"
         return "" if self._cluster.serving else "no engine takes requests"
 
+    def retire(self) -> None:
+        """Say that new requests should go elsewhere; those that come all the same are served."""
+        self._retired = True
+
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new; wait for what runs, then end the rest with an error that says so."""
-        self._draining = True
+        self._retired = self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._wait_empty()

@@ -33,6 +33,8 @@ class Child:
         """What it said with its readiness: http_port, grpc_port, engine_id."""
         self.ready = asyncio.Event()
         self.ready_at_s = 0.0
+        self.leaving = asyncio.Event()
+        """Set once it takes nothing new and only ends what it has."""
         self.log_error = ""
         """Why its log could not be opened; it then runs without."""
         self._start_error = ""
@@ -94,7 +96,13 @@ class Child:
         """Start the process; returns it and the end from which to read what it tells us. Raises OSError."""
         spec = self.spec
         read_end, notify_fd = os.pipe()
-        argv = list(spec.argv) if spec.ready_socket else [*spec.argv, "--notify-fd", str(notify_fd)]
+        argv, passed = list(spec.argv), []
+        if not spec.ready_socket:
+            argv += ["--notify-fd", str(notify_fd)]
+            passed.append(notify_fd)
+        if spec.listener is not None and spec.listener.fileno() >= 0:
+            argv += ["--listen-fd", str(spec.listener.fileno())]
+            passed.append(spec.listener.fileno())
         try:
             with self._open_log() as log:
                 process = subprocess.Popen(
@@ -103,7 +111,7 @@ class Child:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=dict(spec.env),
-                    pass_fds=() if spec.ready_socket else (notify_fd,),
+                    pass_fds=passed,
                     # A group of its own: Ctrl-C is for the supervisor, which drains in order.
                     process_group=0,
                     # Safe here: the supervisor has no other threads.
@@ -144,6 +152,8 @@ class Child:
     def _heard(self, message: dict[str, object]) -> None:
         if message.pop("ready", False):
             self._is_ready(message)
+        elif message.pop("leaving", False):
+            self.leaving.set()
         else:
             self.stage = str(message.get("stage", self.stage))
             fraction = message.get("fraction")

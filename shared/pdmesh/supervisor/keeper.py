@@ -14,6 +14,8 @@ from pdmesh.supervisor.runtime import RuntimeFolder
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 HEALTHY_AFTER_S = 60.0
+# Above the services' own drain, so that they end by themselves and can say what they aborted.
+DRAIN_MARGIN_S = 5.0
 # A first start that fails this often is not going to work; a config error is taken at its word at once.
 MAX_FIRST_STARTS = 3
 # After it has worked before, a config error may be passing: a port not yet free, a file being replaced.
@@ -54,6 +56,8 @@ class Keeper:
         self._changed = changed
         self._report = report
         self._child: Child | None = None
+        # Past lives that end what they have, while the present one takes what is new.
+        self._leaving: dict[Child, asyncio.Task[None]] = {}
         self._log_error = ""
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -117,21 +121,24 @@ class Keeper:
     def kill(self) -> None:
         """End it at once, and do not start it again."""
         self._stop.set()
-        if self.child is not None:
-            self.child.kill()
+        for child in (self.child, *self._leaving):
+            if child is not None:
+                child.kill()
 
     async def _run(self) -> None:
         try:
             while not self._stop.is_set():
                 try:
                     await self._live_on()
-                    return
+                    break
                 except Exception as exc:  # the task's top: our fault is no reason to give up on the child
                     self._report(
                         f"{self.spec.name} is started anew, as watching it failed: {type(exc).__name__}: {exc}"
                     )
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), MAX_BACKOFF_S)
+            if self._leaving:
+                await asyncio.wait(self._leaving.values())
         finally:
             self.gone = True
             if not self._first_ready.done():
@@ -145,10 +152,13 @@ class Keeper:
         config_errors = 0
         while not self._stop.is_set():
             child = self._child = Child(self.spec, self._log_path, self._child_changed)
-            code = await child.live()
+            code = await self._life_of(child)
             if self._stop.is_set():
                 return
             self.restarts += 1
+            if code is None:
+                self._report(f"{self.spec.name} takes nothing new and ends what it has; its successor is started")
+                continue
             config_errors = config_errors + 1 if code == CONFIG_ERROR_CODE else 0
             error = self._hopeless(child, code, config_errors)
             if error is not None:
@@ -161,6 +171,36 @@ class Keeper:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), backoff_s)
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+
+    async def _life_of(self, child: Child) -> int | None:
+        """Its exit code; None when a successor may start before it has ended."""
+        living = asyncio.create_task(child.live(), name=self.spec.name)
+        leaving = asyncio.create_task(child.leaving.wait())
+        try:
+            await asyncio.wait({living, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if living.done() or self._stop.is_set() or self.spec.listener is None:
+                return await living
+        except asyncio.CancelledError:
+            living.cancel()
+            await asyncio.wait({living})
+            raise
+        finally:
+            leaving.cancel()
+        self._leaving[child] = asyncio.create_task(self._see_off(child, living))
+        return None
+
+    async def _see_off(self, child: Child, living: asyncio.Task[int]) -> None:
+        """Wait until a child has ended what it has; it is killed when that takes longer than it may."""
+        try:
+            done, _ = await asyncio.wait({living}, timeout=self.spec.drain_timeout_s + DRAIN_MARGIN_S)
+            if not done:
+                self._report(f"{self.spec.name} did not end in {self.spec.drain_timeout_s:.0f} s and is killed")
+                child.kill()
+            if code := await living:
+                self._report(_obituary(child, code, "its successor serves"))
+        finally:
+            living.cancel()
+            del self._leaving[child]
 
     def _child_changed(self) -> None:
         if self._child is not None and self._child.log_error != self._log_error:

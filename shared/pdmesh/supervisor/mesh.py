@@ -1,21 +1,22 @@
 """All children of one `pdmesh up`: started side by side, announced to the proxy, scaled, drained in order."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from pdmesh.errors import ConfigError, Draining, InternalError, MeshError
+from pdmesh.lifecycle import listen
 from pdmesh.supervisor.config import MAX_REPLICAS, UpConfig
 from pdmesh.supervisor.fallbacks import fallbacks
 from pdmesh.supervisor.health import until_healthy
-from pdmesh.supervisor.keeper import Keeper, KeeperState
+from pdmesh.supervisor.keeper import DRAIN_MARGIN_S, Keeper, KeeperState
 from pdmesh.supervisor.pairing import unpaired
 from pdmesh.supervisor.plan import LOOPBACK, ChildSpec, Plan
 from pdmesh.supervisor.roles import DRAIN_ORDER, ENGINE_ROLES, Role
 from pdmesh.supervisor.runtime import RuntimeFolder
 
-# Above the services' own drain, so that they end by themselves and can say what they aborted.
-DRAIN_MARGIN_S = 5.0
 # A child that is not ready has no requests to finish.
 START_ABORT_GRACE_S = 3.0
 # Room on a full disk comes back at any time; a try costs one small file.
@@ -45,6 +46,8 @@ class Mesh:
         self._warned: set[str] = set()
         self._started = False
         self._draining = False
+        self._listener: socket.socket | None = None
+        """Where clients connect: ours, so that they wait there while a proxy takes the place of another."""
         self._scaling = asyncio.Lock()
 
     async def start(self) -> None:
@@ -55,7 +58,7 @@ class Mesh:
         """
         self._announce()
         for spec in self._plan.children():
-            self._add(spec)
+            self._add(replace(spec, listener=self._open_door()) if spec.is_door else spec)
         try:
             async with asyncio.timeout(self._config.startup_timeout_s):
                 await asyncio.gather(*(keeper.until_ready() for keeper in self.keepers))
@@ -90,6 +93,7 @@ class Mesh:
     async def drain(self) -> None:
         """Stop everything: the proxy, then the engines, then the tier, each after its requests have ended."""
         self._draining = True
+        self._close_door()
         if self._retry is not None:
             self._retry.cancel()
         for roles in DRAIN_ORDER:
@@ -113,7 +117,18 @@ class Mesh:
         keeper.start()
         return keeper
 
+    def _open_door(self) -> socket.socket:
+        self._listener = listen(self._config.host, self._config.port)
+        return self._listener
+
+    def _close_door(self) -> None:
+        """Have clients refused, rather than wait for a proxy that will not come."""
+        if self._listener is not None:
+            self._listener.close()
+
     def _changed(self) -> None:
+        if any(keeper.state is KeeperState.FAILED for keeper in self._of(Role.PROXY)):
+            self._close_door()
         self._announce()
         self._shown_changed()
 

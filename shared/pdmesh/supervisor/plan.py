@@ -3,6 +3,7 @@
 import argparse
 import secrets
 import shlex
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,10 @@ class ChildSpec:
     """Its whole environment."""
     drain_timeout_s: float = 30.0
     """How long it may take to end by itself."""
+    is_door: bool = False
+    """Clients come to it, at the mesh's own address."""
+    listener: socket.socket | None = field(default=None, repr=False)
+    """What it takes its clients from, open as long as the mesh is up; None: it binds a port itself."""
     ready_socket: str = ""
     """Unix socket that accepts once the child is ready; empty: it reports on `--notify-fd`."""
 
@@ -130,7 +135,9 @@ class Plan:
         flags += ["--resolve-interval-s", "0.25"]
         flags += ["--prefill", f"file:{self._runtime.endpoints(Role.PREFILL)}"]
         flags += ["--decode", f"file:{self._runtime.endpoints(Role.DECODE)}"]
-        return self._service(Role.PROXY, "proxy", [*flags, *self._served_name()])
+        # Its further flags may have it listen elsewhere.
+        is_moved = bool(self._extra_value(Role.PROXY, "--host", "--port", "--listen-fd", "--config"))
+        return replace(self._service(Role.PROXY, "proxy", [*flags, *self._served_name()]), is_door=not is_moved)
 
     def engine(self, role: Role, number: int) -> ChildSpec:
         """The `number`th prefill or decode engine, from 1; all but the first of a role bind any free ports."""

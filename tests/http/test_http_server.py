@@ -1,0 +1,103 @@
+"""A server's leave-taking: what an open connection may still ask, and which sockets it may be given."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdmesh import http_protocol
+from pdmesh.errors import ConfigError
+from pdmesh.http_server import adopt, serving
+from pdmesh.lifecycle import listen
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+WITHIN_S = 10.0
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """The head of the answer to one more request."""
+    writer.write(GET)
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert await reader.readexactly(2) == b"ok"
+    return head.lower()
+
+
+def test_who_is_connected_may_ask_once_more_and_is_told_that_it_was_the_last() -> None:
+    async def scenario() -> None:
+        listener = listen("127.0.0.1", 0)
+        async with serving(app, listener) as server:
+            active, idle, mute = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
+            assert b"connection: close" not in await asked(*active)
+            assert b"connection: close" not in await asked(*idle)
+            server.leave()
+            await server.stop_listening()
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", server.port)
+            # The port is free while connections are open.
+            listen("127.0.0.1", server.port).close()
+            assert b"connection: close" in await asked(*active)
+            assert await active[0].read() == b""
+            # Others are not waited for longer than a moment: those that asked once, and those that never did.
+            await server.emptied()
+            assert await idle[0].read() == await mute[0].read() == b""
+            for _, writer in (active, idle, mute):
+                writer.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), WITHIN_S))
+
+
+def test_a_request_in_the_middle_of_its_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "LAST_REQUEST_S", 0.1)
+
+    async def scenario() -> None:
+        async with serving(app, listen("127.0.0.1", 0)) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(GET[:-4])
+            await writer.drain()
+            while not server.server_state.connections:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            server.leave()
+            await server.stop_listening()
+            await asyncio.sleep(0.3)
+            writer.write(GET[-4:])
+            assert b"connection: close" in (await reader.readuntil(b"\r\n\r\n")).lower()
+            await server.emptied()
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), WITHIN_S))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "must be a TCP socket"),
+        (lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM), "must be a TCP socket"),
+        (lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM), "must be a socket that listens"),
+        (lambda: socket.create_server(("0.0.0.0", 0)), "it listens on 0.0.0.0, and host says loopback only"),
+        (lambda: Path("/dev/null").open("rb"), "not an open socket"),
+    ],
+)
+def test_a_descriptor_that_is_not_fit_is_refused_and_left_alone(make: Callable[[], Any], says: str) -> None:
+    with make() as unfit:
+        with pytest.raises(ConfigError, match=f"listen-fd {unfit.fileno()}: {says}"):
+            adopt(unfit.fileno(), on_loopback=True)
+        # Closed here, and only here.
+        assert unfit.fileno() >= 0
+
+
+def test_a_socket_is_taken_over() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        adopted = adopt(listener.fileno(), on_loopback=False)
+        assert adopted.getsockname() == listener.getsockname()
+        adopted.detach()
