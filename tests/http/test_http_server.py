@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +85,7 @@ def test_a_request_in_the_middle_of_its_head_is_waited_for(monkeypatch: pytest.M
         (lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM), "must be a TCP socket"),
         (lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM), "must be a socket that listens"),
         (lambda: socket.create_server(("0.0.0.0", 0)), "it listens on 0.0.0.0, and host says loopback only"),
-        (lambda: Path("/dev/null").open("rb"), "not an open socket"),
+        (lambda: os.fdopen(os.open(os.devnull, os.O_RDONLY)), "not an open socket"),
     ],
 )
 def test_a_descriptor_that_is_not_fit_is_refused_and_left_alone(make: Callable[[], Any], says: str) -> None:
