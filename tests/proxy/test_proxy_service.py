@@ -196,7 +196,7 @@ def test_an_http_client_that_leaves_stops_the_engines() -> None:
 def test_health_follows_the_engines_and_shutdown_lets_a_stream_end() -> None:
     async def scenario() -> None:
         prefill, decode = engines(step_s=0.02)
-        async with proxy(prefill, decode) as (client, life):
+        async with proxy(prefill, decode, drain_grace_s=1.0) as (client, life):
             await healthy(client)
             asking = asyncio.create_task(client.post("/v1/completions", json=BODY | {"max_tokens": 20}))
             await until(lambda: decode.requests)
@@ -204,10 +204,26 @@ def test_health_follows_the_engines_and_shutdown_lets_a_stream_end() -> None:
             async with asyncio.timeout(2):
                 while (await client.get("/health")).status_code != 503:
                     await asyncio.sleep(0.01)
-            refused = await client.post("/v1/completions", json=BODY)
-            assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+            # Whoever has not heard of it yet is served.
+            late = await client.post("/v1/completions", json=BODY)
+            assert (late.status_code, late.headers["connection"]) == (200, "close")
             answer = await asking
             assert answer.json()["usage"]["completion_tokens"] == 20
+
+    asyncio.run(scenario())
+
+
+def test_a_request_beyond_the_drain_timeout_is_told() -> None:
+    async def scenario() -> None:
+        decode = FakeEngine("decode", vocab_size=VOCAB_SIZE, behaviour=Behaviour(hold=asyncio.Event()))
+        async with proxy(decode, drain_timeout_s=0.3) as (client, life):
+            await healthy(client)
+            asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
+            await until(lambda: decode.requests)
+            life.stop()
+            answer = await asking
+            assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+            assert "the proxy shut down" in answer.json()["error"]["message"]
 
     asyncio.run(scenario())
 
@@ -227,8 +243,8 @@ def test_without_engines_the_service_runs_and_says_so() -> None:
     ("argv", "said"),
     [
         ([], "model is required"),
-        (["smollm2-135m", "--prefill", "", "--decode", "nowhere"], "nowhere"),
-        (["/no/such/model"], "/no/such/model"),
+        (["smollm2-135m", "--port", "0", "--prefill", "", "--decode", "nowhere"], "nowhere"),
+        (["/no/such/model", "--port", "0"], "/no/such/model"),
         (["smollm2-135m", "--config", "/no/such/file.toml"], "/no/such/file.toml"),
         (["smollm2-135m", "--host", "0.0.0.0"], "mesh secret is required"),
         (["smollm2-135m", "--max-retries", "many"], "max-retries"),
