@@ -1,5 +1,7 @@
 """What a service is reached by: its HTTP and gRPC servers, as contexts that yield the bound port."""
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +18,17 @@ from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.http_server import serving
 from pdmesh.lifecycle import bind, listen, port_in_use
 from pdmesh.security import MeshSecret
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 1.0
+# Beyond the longest that a stream of ours takes to settle its last write.
+CALLS_END_S = 2.0
+CALL_COROUTINES = ("_schedule_rpc_coro", "_handle_exceptions")
+"""In which gRPC runs each call to a server."""
+
+_servers: set[grpc.aio.Server] = set()
+"""Those that run in this process; in tests they may be several."""
 
 
 @asynccontextmanager
@@ -64,10 +77,26 @@ async def grpc_server(
     except RuntimeError as exc:
         raise port_in_use(host, port, "grpc_port") from exc
     await server.start()
+    _servers.add(server)
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     try:
         yield bound
     finally:
         await health_servicer.enter_graceful_shutdown()
-        await server.stop(grace=1.0)
+        await server.stop(STOP_GRACE_S)
+        _servers.discard(server)
+        if not _servers:
+            await _calls_ended()
+
+
+async def _calls_ended() -> None:
+    """Wait for calls that were cut off by the stop: gRPC only tells them to end, and logs a traceback for each that is met by
+    the end of the event loop.
+    """
+    calls = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") in CALL_COROUTINES]
+    if not calls:
+        return
+    _, late = await asyncio.wait(calls, timeout=CALLS_END_S)
+    if late:
+        log.warning("%d calls have not ended %g s after the server was stopped", len(late), CALLS_END_S)
