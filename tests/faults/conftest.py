@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from faults import clocks
 from faults.matrix import Cell, Fault
 from faults.node import Node, environment
 from faults.stage import Stage, StageSettings, free_port, standing
@@ -83,6 +84,8 @@ def stage_for(
             if cell.row.fault is Fault.DISK_FULL and not small_disk.is_mount():
                 pytest.skip("a disk to be filled cannot be mounted here (needs root)")
             if cell.has_wires and (reason := obstacle()):
+                pytest.skip(reason)
+            if cell.row.fault is Fault.CLOCK_SKEW and (reason := clocks.obstacle()):
                 pytest.skip(reason)
             if kind not in standing_now:
                 for _, own in standing_now.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import httpx
 import redis
 
 from faults.client import wait_until
+from faults.clocks import SKEW_S, skewed
 from faults.columns import Scene, leave_to_valkey, put_into_tier
 from faults.matrix import GENERATING, NETWORK, UNTIL_OFFERED, Cell, Column, Fault, Target
 from faults.node import Node
@@ -27,7 +29,8 @@ NOTICED_WITHIN_S = 10.0
 OTHER_PROMPT_TOKENS = 1000
 # Enough to go through a whole pool of the tests' engines.
 NUM_OTHER_PROMPTS = 12
-SKEW_S = 60
+# Of the request's decode and proxy; all else has the machine's time.
+WALL_SKEWS_S = (SKEW_S, -SKEW_S)
 QUALITIES = {Fault.DROP: Quality(drop=0.1), Fault.DELAY: Quality(delay_s=0.5), Fault.CUT: Quality(cut=True)}
 
 
@@ -225,12 +228,20 @@ def _spoil(scene: Scene, column: Column, quality: Quality) -> Injected:
 
 
 def _skew(scene: Scene) -> None:
-    """Start the decode and the proxy that the request will use anew, with clocks (monotonic and since boot) a minute ahead."""
-    for node in (scene.decode, scene.stage.proxies[0]):
+    """Start the decode and the proxy that the request will use anew: monotonic clock and that since boot a minute ahead, the wall
+    clock of the one a minute ahead and of the other a minute behind.
+    """
+    nodes = (scene.decode, scene.stage.proxies[0])
+    began_s = int(time.time())
+    for node, wall_s in zip(nodes, WALL_SKEWS_S, strict=True):
         node.kill()
-        node.start("unshare", "--time", "--monotonic", str(SKEW_S), "--boottime", str(SKEW_S))
+        node.start(*skewed(wall_s))
         node.wait_ready()
     scene.stage.mend()
+    for node, wall_s in zip(nodes, WALL_SKEWS_S, strict=True):
+        # As of its start, by its own clock.
+        (card,) = httpx.get(f"{node.url}/v1/models", timeout=10).json()["data"]
+        assert began_s <= card["created"] - wall_s <= time.time(), f"the clock of {node.name} is not as it should be"
 
 
 def _stay_skewed(scene: Scene) -> Injected:
