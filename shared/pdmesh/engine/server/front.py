@@ -19,6 +19,7 @@ from pdmesh.engine.kv_events_config import kv_events_config
 from pdmesh.engine.server.admin_routes import make_admin_router
 from pdmesh.engine.server.assembly import Engine, assemble
 from pdmesh.engine.server.core_peers import CorePeers
+from pdmesh.engine.server.errands import Errands
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.kv_event_publisher import KVEventPublisher
 from pdmesh.engine.server.stats_log import log_stats
@@ -52,6 +53,7 @@ async def serve_front(
             description=core.ready.description,
         ) as peers,
         _task_group() as tasks,
+        Errands(tasks) as errands,
     ):
         pool = core.pool()
         closing.callback(pool.close)
@@ -67,7 +69,7 @@ async def serve_front(
             core_peers=core_peers,
             peers=peers,
             sums=sums,
-            tasks=tasks,
+            tasks=errands,
             publisher=publisher,
         )
         app = create_app(generator=engine.generator, text=text, config=config, role="engine", registry=engine.registry)
