@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -126,6 +127,20 @@ def test_a_write_to_a_peer_that_dies_ends(node: Node, writer: Writer) -> None:
     assert result.reason
 
 
+def freeze(process: psutil.Process) -> None:
+    """Stop a process, and see that it stands still: until its first thread has run its others go on, for long on a busy
+    machine. So one that was told to stop took a write, and NIXL said rightly that it was done."""
+    process.suspend()
+    end_s = time.monotonic() + 10
+    while {_state(stat) for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")} != {"T"}:
+        assert time.monotonic() < end_s, "it does not stop"
+        time.sleep(0.005)
+
+
+def _state(stat: Path) -> str:
+    return stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+
+
 @pytest.mark.parametrize("writer", [{"ucx_tls": "tcp", "ucx_net_devices": "lo"}], indirect=True)
 def test_what_was_handed_to_the_network_is_not_taken_for_settled(node: Node, writer: Writer) -> None:
     """Over TCP the peer's own process puts the bytes in their place: one that is frozen may do that at any later time."""
@@ -133,7 +148,7 @@ def test_what_was_handed_to_the_network_is_not_taken_for_settled(node: Node, wri
     writer.connector.connect(consumer)
     helpers = psutil.Process(node.process.pid).children(recursive=True)
     for helper in helpers:
-        helper.suspend()
+        freeze(helper)
     writer.push(consumer, list(range(64)), list(range(64)))
     time.sleep(0.1)
     writer.connector.cancel("t")
