@@ -2,15 +2,16 @@
 
     python benchmarks/transfer.py --json results/today-transfer.json
 
-In turns within one run: one core's memcpy of the same bytes between the same pages; `shm`; a bare NIXL agent that reads all
-blocks at once, without helper process, words or sums; `nixl` as engines use it; `grpc`. The goals: `shm` at least 0.8 of memcpy,
-`nixl` within 10 % of the bare agent. Exit code 1 when one is missed.
+In turns within one run, each round in another order: one core's memcpy of the same bytes between the same pages; `shm`; a bare
+NIXL agent that reads all blocks at once, without helper process, words or sums; `nixl` as engines use it; `grpc`. The goals:
+`shm` at least 0.8 of memcpy, `nixl` within 10 % of the bare agent. Exit code 1 when one is missed.
 """
 
 import argparse
 import ctypes
 import json
 import os
+import random
 import secrets
 import select
 import statistics
@@ -187,10 +188,14 @@ def _ways(
 
 
 def _measure(ways: list[Way], source: KVPool, target: KVPool, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way, round by round; the first is a warm-up, in which what arrived is compared byte by byte."""
+    """Seconds of each way, round by round; the first is a warm-up, in which what arrived is compared byte by byte.
+
+    Each round has another order: what a way finds in the caches depends on the one before it.
+    """
     times: dict[str, list[float]] = {way.name: [] for way in ways}
+    order = random.Random(1)
     for number in range(rounds + 1):
-        for way in ways:
+        for way in order.sample(ways, len(ways)):
             if not number:
                 target.blocks[:] = 0
             started_s = time.perf_counter()
