@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pdmesh.connector import native_push_job
+from pdmesh.connector import native_jobs, native_push_job, native_sums
 from pdmesh.connector.native_agent import CopyState, NothingPosted, WritingAgent
 from pdmesh.connector.native_jobs import Memory
 from pdmesh.connector.native_messages import (
@@ -26,9 +28,11 @@ from pdmesh.connector.native_messages import (
 from pdmesh.connector.native_process import Helper
 from pdmesh.connector.pool import PoolShape, create_pool_file, size_pool_file
 from pdmesh.connector.throttle import Throttle
+from pdmesh_kernels.block_sum import sum_blocks
 from support.native_libraries import missing
 
 SHAPE = PoolShape(num_blocks=4, block_bytes=4096)
+LARGE = PoolShape(num_blocks=40, block_bytes=4096)
 PROOF = b"p" * 32
 
 
@@ -38,6 +42,7 @@ class Agent(WritingAgent):
     def __init__(self) -> None:
         self.states: list[CopyState] = []
         self.reads: list[Any] = []
+        self.sources: list[Any] = []
         self.writes: list[Any] = []
         self.refused_write = 0
         """The one, counted from 1, that cannot be posted whole."""
@@ -58,6 +63,7 @@ class Agent(WritingAgent):
             raise refusal
         self.states.append(CopyState.RUNNING)
         self.reads.append(local)
+        self.sources.append(remote)
         return len(self.states) - 1
 
     def write(self, local: Any, remote: Any, peer: str) -> int:
@@ -95,10 +101,10 @@ def pull(transfer_id: str, target: int = 0, peer_id: str = "owner@1") -> StartPu
 
 
 class Scene:
-    def __init__(self) -> None:
+    def __init__(self, shape: PoolShape = SHAPE) -> None:
         fd = create_pool_file("test")
-        size_pool_file(fd, SHAPE)
-        self.memory = Memory(fd, SHAPE)
+        size_pool_file(fd, shape)
+        self.memory = Memory(fd, shape)
         os.close(fd)
         self.agent = Agent()
         self.helper = Helper(self.agent, self.memory, Throttle(0))
@@ -289,3 +295,98 @@ def test_nixl_writes_nothing_once_a_pull_is_said_to_have_ended(how: str) -> None
     num_running, num_late = map(int, done.stdout.split())
     assert num_running > 0, "the read was too fast for this test"
     assert num_late == 0
+
+
+class CheckedPull:
+    """A pull of blocks that are summed as they arrive; the test lets them arrive, piece by piece."""
+
+    TARGETS = (*range(10, 30), 5, 6, 31, 33)
+    SOURCES = (*range(100, 120), 7, 8, 40, 41)
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native_jobs, "PIECE_BYTES", 8 * LARGE.block_bytes)
+        monkeypatch.setattr(native_jobs, "LEAST_PIECE_BYTES", 2 * LARGE.block_bytes)
+        self.scene = Scene(LARGE)
+        self.scene.connect()
+        blocks = self.scene.memory.pool.blocks
+        blocks[:] = np.random.default_rng(3).integers(0, 256, blocks.shape, dtype=np.uint8)
+        self.content = blocks[list(self.TARGETS)].copy()
+        self.sums = sum_blocks(blocks, self.TARGETS).tolist()
+        blocks[:] = 0
+        self.first_read = len(self.scene.agent.reads)
+        self.scene.helper.handle(
+            StartPull(
+                transfer_id="t",
+                peer_id="owner@1",
+                source_block_ids=list(self.SOURCES),
+                generations=[1000 + each for each in self.TARGETS],
+                target_block_ids=list(self.TARGETS),
+                deadline_s=30.0,
+                checksums=self.sums,
+            )
+        )
+
+    def arrive(self) -> list[FromHelper]:
+        """Let arrive what is being read."""
+        memory, local = self.scene.memory, self.scene.agent.reads[-1]
+        base = memory.pool.blocks.ctypes.data
+        for address in local[:, 0].tolist():
+            block = (address - base) // LARGE.block_bytes
+            if block in self.TARGETS and 0 <= address - base < memory.pool.blocks.nbytes:
+                memory.pool.blocks[block] = self.content[self.TARGETS.index(block)]
+        for block in self.TARGETS:
+            memory.words[block] = 1000 + block
+        self.scene.agent.states[-1] = CopyState.DONE
+        return self.scene.helper.poll()
+
+    def arrive_whole(self) -> str:
+        for _ in range(50):
+            if answers := self.arrive():
+                [answer] = answers
+                assert isinstance(answer, PullEnded)
+                return answer.reason
+        raise AssertionError("it does not end")
+
+
+def test_a_checked_pull_is_read_in_pieces_of_which_the_last_are_small_and_its_words_in_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pull = CheckedPull(monkeypatch)
+    assert pull.arrive_whole() == ""
+    agent, memory = pull.scene.agent, pull.scene.memory
+    *pieces, words = agent.reads[pull.first_read :]
+    assert [len(each) for each in pieces] == [8, 8, 6, 2]
+    base, size = memory.pool.blocks.ctypes.data, LARGE.block_bytes
+    addresses = [address for piece in pieces for address in piece[:, 0].tolist()]
+    assert addresses == [base + each * size for each in pull.TARGETS]
+    first = memory.scratch_address
+    assert words[:, :2].tolist() == [[first + at * 8, num * 8] for at, num in ((10, 20), (5, 2), (31, 1), (33, 1))]
+    assert agent.sources[-1][:, :2].tolist() == [[100 * 8, 20 * 8], [7 * 8, 16], [40 * 8, 8], [41 * 8, 8]]
+
+
+@pytest.mark.parametrize("place", [0, 7, 8, 21, 23])
+def test_a_damaged_block_is_found_in_whichever_piece_it_came(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    pull = CheckedPull(monkeypatch)
+    pull.content[place, 77] ^= 1
+    assert pull.arrive_whole() == "corrupt"
+
+
+def test_pieces_that_come_after_a_long_pause_are_summed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread leaves a pull of which nothing comes: a peer that stands still must not keep others' pulls from being summed."""
+    monkeypatch.setattr(native_sums, "PATIENCE_S", 0.0)
+    slow, other = CheckedPull(monkeypatch), CheckedPull(monkeypatch)
+    other.scene.memory.sums_thread = slow.scene.memory.sums_thread
+    assert slow.arrive() == []
+    assert other.arrive_whole() == ""
+    time.sleep(0.02)
+    assert slow.arrive_whole() == ""
+
+
+def test_a_pull_that_fails_is_not_summed_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    pull = CheckedPull(monkeypatch)
+    assert pull.arrive() == []
+    pull.scene.agent.states[-1] = CopyState.FAILED
+    assert pull.scene.helper.poll() == [ended("t")]
+    again = CheckedPull(monkeypatch)
+    again.scene.memory.sums_thread = pull.scene.memory.sums_thread
+    assert again.arrive_whole() == ""

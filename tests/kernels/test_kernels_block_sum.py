@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -126,6 +128,48 @@ def test_it_is_the_same_with_and_without_the_library(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(block_sum, "_library", lambda: None)
     assert block_sum.sum_blocks(target, [2, 1]).tolist() == sums.tolist()
     assert block_sum.copy_blocks(target, [0], blocks, [0]).tolist() == sums.tolist()[:1]
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_blocks_are_summed_as_they_arrive_and_no_sooner(monkeypatch: pytest.MonkeyPatch, has_library: bool) -> None:
+    if not has_library:
+        monkeypatch.setattr(block_sum, "_library", lambda: None)
+    content, blocks = random_blocks(6, 640), np.zeros((9, 640), dtype=np.uint8)
+    places = [8, 0, 3, 4, 7, 2]
+    arrivals = block_sum.Arrivals(blocks, places)
+    follower = threading.Thread(target=arrivals.follow, args=(5.0,))
+    follower.start()
+    for num in (1, 4, 6):
+        for place in range(num):
+            blocks[places[place]] = content[place]
+        assert not arrivals.is_whole
+        arrivals.note(num)
+        time.sleep(0.002)
+    follower.join(10)
+    assert arrivals.is_whole
+    assert not arrivals.has_more
+    assert arrivals.sums.tolist() == block_sum.sum_blocks(content, range(6)).tolist()
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_who_follows_arrivals_leaves_when_nothing_comes_or_it_is_over(
+    monkeypatch: pytest.MonkeyPatch, has_library: bool
+) -> None:
+    if not has_library:
+        monkeypatch.setattr(block_sum, "_library", lambda: None)
+    blocks = random_blocks(3, 64)
+    arrivals = block_sum.Arrivals(blocks, [2, 1, 0])
+    arrivals.note(2)
+    assert arrivals.has_more
+    arrivals.follow(0.001)
+    assert (arrivals.is_whole, arrivals.has_more) == (False, False)
+    assert arrivals.sums.tolist() == [*block_sum.sum_blocks(blocks, [2, 1]).tolist(), 0]
+    follower = threading.Thread(target=arrivals.follow, args=(60.0,))
+    follower.start()
+    arrivals.note(-1)
+    follower.join(10)
+    assert not follower.is_alive()
+    assert not arrivals.is_whole
 
 
 def test_it_brings_no_torch_along() -> None:

@@ -20,7 +20,7 @@ from pdmesh_kernels.block_sum.cpu import CpuBlockSums
 from pdmesh_kernels.block_sum.reference import Blocks, Ids, Sums
 from pdmesh_kernels.cpu.library import LibraryError, find
 
-__all__ = ["Blocks", "Sums", "copy_blocks", "sum_blocks"]
+__all__ = ["Arrivals", "Blocks", "Sums", "copy_blocks", "sum_blocks"]
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,38 @@ def copy_blocks(
     library = _library()
     function = reference.copy_blocks if library is None else library.copy_blocks
     return function(target, to, source, of)
+
+
+class Arrivals:
+    """Sums blocks while they arrive, in a thread beside the one that fetches them."""
+
+    def __init__(self, blocks: Blocks, ids: "Sequence[int] | Ids") -> None:
+        self._blocks = blocks
+        self._ids = _checked(blocks, ids)
+        self._arrived = np.zeros(1, dtype=np.int32)
+        self._num_summed = 0
+        self.sums = np.zeros(len(self._ids), dtype=np.uint64)
+        """Of those that have been summed."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something has arrived that is not summed."""
+        return int(self._arrived[0]) > self._num_summed
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is summed."""
+        return self._num_summed == len(self._ids)
+
+    def note(self, num_arrived: int) -> None:
+        """Say how many blocks have arrived; less than none says that no more will. For another thread than that of `follow`."""
+        self._arrived[0] = num_arrived
+
+    def follow(self, patience_s: float) -> None:
+        """Sum what arrives until it is all there or nothing has come for so long. Python's lock is free meanwhile."""
+        library = _library()
+        function = reference.sum_arrivals if library is None else library.sum_arrivals
+        self._num_summed = function(self._blocks, self._ids, self._arrived, self._num_summed, self.sums, patience_s)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 
-from pdmesh_kernels.block_sum.reference import Blocks, Ids, Sums
+from pdmesh_kernels.block_sum.reference import Blocks, Count, Ids, Sums
 from pdmesh_kernels.cpu.abi import Isa
 from pdmesh_kernels.cpu.library import Library
 
@@ -20,6 +20,9 @@ class CpuBlockSums:
         self._copy = library.functions.pdm_copy_blocks
         self._copy.restype = None
         self._copy.argtypes = [integer, pointer, pointer, pointer, pointer, size, integer, pointer]
+        self._arrivals = library.functions.pdm_sum_arrivals
+        self._arrivals.restype = integer
+        self._arrivals.argtypes = [integer, pointer, size, pointer, integer, integer, pointer, integer, pointer]
 
     def sum_blocks(self, blocks_NB: Blocks, ids: Ids) -> Sums:
         sums = np.empty(len(ids), dtype=np.uint64)
@@ -39,3 +42,19 @@ class CpuBlockSums:
             sums.ctypes.data,
         )
         return sums
+
+    def sum_arrivals(
+        self, blocks_NB: Blocks, ids: Ids, arrived: Count, num_done: int, sums: Sums, patience_s: float
+    ) -> int:
+        num: int = self._arrivals(
+            self._isa,
+            blocks_NB.ctypes.data,
+            blocks_NB.shape[1],
+            ids.ctypes.data,
+            num_done,
+            len(ids),
+            arrived.ctypes.data,
+            int(patience_s * 1e6),
+            sums.ctypes.data,
+        )
+        return num

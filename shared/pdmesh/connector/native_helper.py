@@ -79,6 +79,10 @@ class NativeHelper:
         self._pulls = pulls
         self._lock = threading.Lock()
         self._outbox: deque[ToHelper] = deque()
+        self._unsent = b""
+        """Of orders that were taken from there."""
+        self._direct: socket.socket | None = None
+        """Where an order may go at once, because nothing waits before it."""
         self._connecting: dict[int, Future[str]] = {}
         """By order."""
         self._orders = itertools.count(1)
@@ -105,9 +109,10 @@ class NativeHelper:
         self._on_restarted = on_restarted
 
     def send(self, message: ToHelper) -> None:
-        """Queue an order; never blocks."""
+        """Pass an order on, without the thread where that can be: to wake it takes a tenth of a millisecond. Never blocks."""
         with self._lock:
-            self._outbox.append(message)
+            if self._direct is None or not self._is_sent(self._direct, message):
+                self._outbox.append(message)
         self.wake()
 
     def connect(self, message: ConnectAgent) -> None:
@@ -196,6 +201,7 @@ class NativeHelper:
             with theirs:
                 process = self._spawn(theirs, grave)
             stack.callback(_kill, process)
+            stack.callback(self._hang_up)
             with self._lock:
                 # A life begins with its set-up and the peers of the one before, whatever was queued meanwhile.
                 first: list[ToHelper] = [self._setup(), *self._connected.values()]
@@ -203,6 +209,11 @@ class NativeHelper:
             why = self._converse(ours, process)
             _kill(process)
             return why
+
+    def _hang_up(self) -> None:
+        """What was meant for the process that ends is not for the next."""
+        with self._lock:
+            self._direct, self._unsent = None, b""
 
     def _spawn(self, theirs: socket.socket, grave: Grave) -> "subprocess.Popen[bytes]":
         staging = self._pool.staging
@@ -235,18 +246,18 @@ class NativeHelper:
 
     def _converse(self, connection: socket.socket, process: "subprocess.Popen[bytes]") -> str:
         connection.setblocking(False)
-        frames, unsent = Frames(), b""
+        frames = Frames()
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_fd, selectors.EVENT_READ)
             selector.register(connection, selectors.EVENT_READ)
             while not self._closing:
                 with self._lock:
-                    orders = list(self._outbox)
-                    self._outbox.clear()
                     if self._shutting_out:
                         return "peers may have written through it after they should, so it was killed"
-                unsent += b"".join(frame(order) for order in orders if self._is_wanted(order))
-                interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+                    self._unsent += b"".join(frame(order) for order in self._outbox if self._is_wanted(order))
+                    self._outbox.clear()
+                    self._direct = None if self._unsent else connection
+                    interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
                 selector.modify(connection, interest)
                 fence_s = min((active.fence_s for active in self._pulls.all()), default=None)
                 now = time.monotonic()
@@ -259,7 +270,8 @@ class NativeHelper:
                         continue
                     try:
                         if events & selectors.EVENT_WRITE:
-                            unsent = unsent[connection.send(unsent) :]
+                            with self._lock:
+                                self._unsent = self._unsent[connection.send(self._unsent) :]
                         if events & selectors.EVENT_READ:
                             data = connection.recv(1 << 16)
                             if not data:
@@ -271,6 +283,21 @@ class NativeHelper:
                     except OSError:
                         return f"it ended with code {process.wait()}"
         return "closed"
+
+    def _is_sent(self, connection: socket.socket, order: ToHelper) -> bool:
+        """Whether an order has gone, or is not to go any more; under the lock."""
+        if not self._is_wanted(order):
+            return True
+        data = frame(order)
+        try:
+            num_sent = connection.send(data)
+        except OSError:
+            # The thread will find out what is wrong.
+            self._direct = None
+            return False
+        if num_sent < len(data):
+            self._unsent, self._direct = data[num_sent:], None
+        return True
 
     def _is_wanted(self, order: ToHelper) -> bool:
         """Whether an order is still to be carried out. What was queued while the life before ended may have been ended with it,

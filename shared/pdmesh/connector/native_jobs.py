@@ -4,12 +4,13 @@ A pull is a READ of the blocks (several, with a pause before each, where a throt
 words, then a comparison.
 """
 
+import itertools
 import mmap
+import queue
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -17,24 +18,26 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pdmesh.connector.active import PullEnd, are_as_told
+from pdmesh.connector.active import PullEnd
 from pdmesh.connector.native_agent import Ranges
 from pdmesh.connector.native_messages import AgentConnected, ConnectAgent, FromHelper, PullEnded, StartPull
+from pdmesh.connector.native_sums import ArrivingBlocks, SumsThread
 from pdmesh.connector.pool import KVPool, PoolShape, PullTarget
 from pdmesh.connector.staging import NUM_LANES, Lane, StagingArea
 from pdmesh.connector.throttle import Throttle
 from pdmesh.protocol.layout import MAX_LANE_BLOCKS
-from pdmesh_kernels.block_sum import sum_blocks
 
 PROOF_BYTES = 32
 # A slot is used again only after this many further handshakes, when a late read into it has long ended.
 NUM_PROOF_SLOTS = 64
 CONNECT_TIMEOUT_S = 3.0
 WORD_BYTES = 8
-# Read at once where blocks are summed as they arrive: summing 8 MiB takes half a millisecond.
+# Moved at once where blocks are summed as they arrive, in half a millisecond, while they are in a cache.
 PIECE_BYTES = 8 << 20
 # Read at once where nothing is done between: what is cancelled has a second to end in, or costs all others their helper.
 UNCHECKED_PIECE_BYTES = 64 << 20
+# A piece that takes about as long as what has to be done for one more: half a millisecond.
+LEAST_PIECE_BYTES = 2 << 20
 
 
 class Memory:
@@ -55,8 +58,7 @@ class Memory:
         self.proofs = self.proofs.reshape(NUM_PROOF_SLOTS + 1, PROOF_BYTES)
         self.own_proof = secrets.token_bytes(PROOF_BYTES)
         self.proofs[-1] = np.frombuffer(self.own_proof, dtype=np.uint8)
-        self.sums_thread = ThreadPoolExecutor(1, thread_name_prefix="sums")
-        """Sums what has arrived."""
+        self.sums_thread = SumsThread()
 
     @property
     def staging_address(self) -> int:
@@ -169,13 +171,20 @@ class PullJob:
         self._deadline_s = time.monotonic() + message.deadline_s
         self._stage = _Stage.DATA
         self._throttle = throttle
-        self._place = memory.place(message)
-        self._wanted = np.asarray(message.checksums, dtype=np.uint64)
+        place = memory.place(message)
+        blocks = place.target.blocks
+        self._block_bytes = blocks.shape[1]
+        sources = np.asarray(message.source_block_ids, dtype=np.uint64)
+        targets = np.asarray(message.target_block_ids, dtype=np.uint64)
+        # All at once: what is left to do between two reads is time in which nothing is copied.
+        size, first = np.uint64(self._block_bytes), np.uint64(peer.message.base + peer.message.header_bytes)
+        self._local = ranges(targets * size + np.uint64(place.address), self._block_bytes)
+        self._remote = ranges(sources * size + first, self._block_bytes)
+        self._first_word = place.first_word
+        self._arriving = ArrivingBlocks(memory.sums_thread, blocks, targets.view(np.int64), message.checksums)
         self._pieces = self._split()
         self._piece = slice(0)
         """What is being read."""
-        self._checks: list[Future[bool]] = []
-        """Of what has arrived: whether it is what the owner summed."""
         self.due_s = 0.0
         self.handle: int | None = None
         self._next_piece()
@@ -195,73 +204,84 @@ class PullJob:
         if self.reason:
             return self._ended(self.reason)
         if self._stage is _Stage.DATA:
-            if self._wanted.size:
-                # Beside the next read: a transport may copy in the very thread that asks for it, as UCX does within a host.
-                self._checks.append(self._memory.sums_thread.submit(self._check, self._piece))
+            # Beside the next read: a transport may copy in the very thread that asks for it, as UCX does within a host.
+            self._arriving.note(self._piece.stop)
             if self._pieces:
                 self._next_piece()
             else:
                 self._stage = _Stage.WORDS
                 self._read_words()
             return None
-        received = self._memory.words[self._words]
-        if [int(word) for word in received] != self.message.generations:
+        words = self._memory.words[self._first_word :]
+        if words[self.message.target_block_ids].tolist() != self.message.generations:
             return self._ended(PullEnd.STALE)
-        # All but the last have ended by now: summing is faster than reading.
-        return self._ended("" if all(check.result() for check in self._checks) else PullEnd.CORRUPT)
+        try:
+            # All but the last have been summed by now: that is faster than reading.
+            return self._ended("" if self._arriving.are_right(self._deadline_s) else PullEnd.CORRUPT)
+        except queue.Empty:
+            return self._ended(PullEnd.TIMEOUT)
 
     def on_lost(self) -> FromHelper:
         return self._ended(self.reason or PullEnd.PEER_LOST)
 
     def _split(self) -> deque[slice]:
-        """Places in the block lists that are read at once."""
-        num = len(self.message.target_block_ids)
-        block_bytes = self._place.target.shape.block_bytes
-        most = self._throttle.piece_blocks(block_bytes, PIECE_BYTES if self._wanted.size else UNCHECKED_PIECE_BYTES)
-        return deque(slice(begin, begin + most) for begin in range(0, num, most))
+        """Places in the block lists that are read at once.
+
+        Where they are summed, at most three quarters of what is left, as summing is some four times as fast as reading: so
+        hardly anything is left to sum when the last has come.
+        """
+        num, is_checked = len(self._local), self._arriving.is_checked
+        most = self._throttle.piece_blocks(self._block_bytes, PIECE_BYTES if is_checked else UNCHECKED_PIECE_BYTES)
+        least = max(1, LEAST_PIECE_BYTES // self._block_bytes)
+        pieces: deque[slice] = deque()
+        begin = 0
+        while begin < num:
+            end = min(num, begin + (min(most, max(least, (num - begin) * 3 // 4)) if is_checked else most))
+            pieces.append(slice(begin, end))
+            begin = end
+        return pieces
 
     def _next_piece(self) -> None:
         """Book the first piece that is left, and begin to read it unless it has to wait."""
-        piece = self._pieces[0]
-        num_bytes = len(self.message.target_block_ids[piece]) * self._place.target.shape.block_bytes
         self.handle = None
-        self.due_s = min(self._throttle.book(num_bytes), self._deadline_s)
+        piece = self._pieces[0]
+        self.due_s = min(self._throttle.book((piece.stop - piece.start) * self._block_bytes), self._deadline_s)
         if not self.due_s:
             self._read_piece()
 
     def _read_piece(self) -> None:
-        piece, peer = self._pieces.popleft(), self.peer.message
-        self._piece = piece
-        block_bytes = self._place.target.shape.block_bytes
-        targets = np.asarray(self.message.target_block_ids[piece], dtype=np.uint64)
-        sources = np.asarray(self.message.source_block_ids[piece], dtype=np.uint64)
-        local = targets * np.uint64(block_bytes) + np.uint64(self._place.address)
-        remote = sources * np.uint64(block_bytes) + np.uint64(peer.base + peer.header_bytes)
-        self.handle = self._read(ranges(local, block_bytes), ranges(remote, block_bytes), self.peer)
-
-    @property
-    def _words(self) -> NDArray[np.uint64]:
-        """Places of its blocks' words among those received."""
-        return np.asarray(self.message.target_block_ids, dtype=np.uint64) + np.uint64(self._place.first_word)
-
-    def _check(self, piece: slice) -> bool:
-        """Sum what has arrived; in the thread for that."""
-        sums = sum_blocks(self._place.target.blocks, self.message.target_block_ids[piece])
-        return are_as_told(sums, self._wanted[piece])
+        self._piece = self._pieces.popleft()
+        self.handle = self._read(self._local[self._piece], self._remote[self._piece], self.peer)
 
     def _read_words(self) -> None:
-        sources = np.asarray(self.message.source_block_ids, dtype=np.uint64)
-        local = self._words * np.uint64(WORD_BYTES) + np.uint64(self._memory.scratch_address)
-        remote = sources * np.uint64(WORD_BYTES) + np.uint64(self.peer.message.base)
-        self.handle = self._read(ranges(local, WORD_BYTES), ranges(remote, WORD_BYTES), self.peer)
+        """Neighbours in one range: each range of 8 bytes takes 2 µs."""
+        local, base = self._memory.scratch_address + self._first_word * WORD_BYTES, self.peer.message.base
+        sources, targets = self.message.source_block_ids, self.message.target_block_ids
+        runs = _runs(sources, targets)
+        num_bytes = [(run.stop - run.start) * WORD_BYTES for run in runs]
+        self.handle = self._read(
+            ranges([local + targets[run.start] * WORD_BYTES for run in runs], num_bytes),
+            ranges([base + sources[run.start] * WORD_BYTES for run in runs], num_bytes),
+            self.peer,
+        )
 
     def _ended(self, reason: str) -> PullEnded:
-        num_bytes = 0 if reason else len(self.message.source_block_ids) * self._place.target.shape.block_bytes
+        self._arriving.abandon()
+        num_bytes = 0 if reason else len(self._local) * self._block_bytes
         return PullEnded(transfer_id=self.message.transfer_id, reason=reason, num_bytes=num_bytes)
 
 
-def ranges(addresses: "NDArray[np.uint64] | list[int]", num_bytes: int) -> Ranges:
-    """Pieces of one length at these addresses."""
+def _runs(one: list[int], other: list[int]) -> list[slice]:
+    """Where numbers follow each other in both lists."""
+    begins = [0]
+    for at in range(1, len(one)):
+        if one[at] - one[at - 1] != 1 or other[at] - other[at - 1] != 1:
+            begins.append(at)
+    return [slice(begin, end) for begin, end in itertools.pairwise([*begins, len(one)])]
+
+
+def ranges(addresses: "NDArray[np.uint64] | list[int]", num_bytes: int | list[int]) -> Ranges:
+    """Pieces of memory at these addresses, all of one length or each of its own."""
     ranges = np.zeros((len(addresses), 3), dtype=np.uint64)
     ranges[:, 0] = addresses
     ranges[:, 1] = num_bytes

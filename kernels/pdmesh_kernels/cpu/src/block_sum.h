@@ -17,6 +17,11 @@ void pdm_block_sums(int isa, const void *blocks, size_t bytes, const int64_t *id
 void pdm_copy_blocks(int isa, void *target, const int64_t *target_ids, const void *source, const int64_t *source_ids, size_t bytes,
                      int num, uint64_t *sums);
 
+/* Sums blocks ids [num] from the one numbered `done` on while they arrive: another thread counts in `arrived` how many have, and
+   less than none says that it is over. Returns how many have been summed: all, or fewer when nothing came for `patience_us`. */
+int pdm_sum_arrivals(int isa, const void *blocks, size_t bytes, const int64_t *ids, int done, int num, const int *arrived,
+                     int patience_us, uint64_t *sums);
+
 #ifdef __cplusplus
 }
 #endif
