@@ -95,10 +95,11 @@ inline void multiply(const InputRows &rows, const uint16_t *tiles, int num_steps
 
 constexpr bool READS_WHOLE_TILES = false;
 
-// R rows times HALVES of a panel's two halves, which is what the registers hold.
-template <int R, int HALVES, typename Between>
+// R rows times HALVES of a panel's two halves, which is what the registers hold: nothing is called before the last step, since a call
+// would have all of them written to memory and read back, at a seventh of the time.
+template <int R, int HALVES, bool FETCHES, typename Between>
 inline void multiply_rows(const uint16_t *rows, size_t stride, const uint16_t *tiles, int num_steps, bool is_first, float *sums,
-                          Between *between) {
+                          Between &between) {
     F16 sum[R][HALVES];
     for (int r = 0; r < R; r++)
         for (int h = 0; h < HALVES; h++) sum[r][h] = is_first ? zero() : load(sums + r * PDM_PANEL + h * 16);
@@ -113,7 +114,7 @@ inline void multiply_rows(const uint16_t *rows, size_t stride, const uint16_t *t
                 for (int h = 0; h < HALVES; h++) sum[r][h] = dot_pairs(sum[r][h], input, weight[h]);
             }
         }
-        if (between) (*between)(1);
+        if (FETCHES) between.fetch(1);
     }
     for (int r = 0; r < R; r++)
         for (int h = 0; h < HALVES; h++) store(sums + r * PDM_PANEL + h * 16, sum[r][h]);
@@ -131,9 +132,15 @@ inline int multiply_while(int row, const InputRows &rows, const uint16_t *tiles,
         const bool is_second = row >= 16;
         const size_t stride = is_second ? rows.second_stride : rows.first_stride;
         const uint16_t *const from = is_second ? rows.second + size_t(row - 16) * stride : rows.first + size_t(row) * stride;
-        for (int half = 0; half < 2; half += HALVES)
-            multiply_rows<R, HALVES>(from, stride, tiles + half * 16 * STEP, num_steps, is_first,
-                                     sums + row * PDM_PANEL + half * 16, row + half == 0 ? &between : nullptr);
+        for (int half = 0; half < 2; half += HALVES) {
+            const uint16_t *const half_tiles = tiles + half * 16 * STEP;
+            float *const half_sums = sums + row * PDM_PANEL + half * 16;
+            if (row + half == 0)
+                multiply_rows<R, HALVES, true>(from, stride, half_tiles, num_steps, is_first, half_sums, between);
+            else
+                multiply_rows<R, HALVES, false>(from, stride, half_tiles, num_steps, is_first, half_sums, between);
+        }
+        between.end(R);
     }
     return row;
 }

@@ -58,7 +58,7 @@ struct Between {
     size_t output_stride = 0;
     int output_bytes = 0, rows_left = 0;
 
-    void operator()(int num_steps) {
+    void fetch(int num_steps) {
         const int num_rows = rows_per_step * num_steps;
         for (int row = std::min(num_rows, rows_left); row > 0; row--, rows_left--, outputs += output_stride)
             for (int byte = 0; byte < output_bytes; byte += 64) fetch_to_write(outputs + byte);
@@ -67,7 +67,13 @@ struct Between {
             _mm_prefetch(weights, _MM_HINT_T1);
             if (near_bytes) _mm_prefetch(weights - near_bytes, _MM_HINT_T0);
         }
+    }
+    void end(int num_rows) {
         if (ending) ending->some(num_rows);
+    }
+    void operator()(int num_steps) {
+        fetch(num_steps);
+        end(rows_per_step * num_steps);
     }
 };
 
