@@ -542,6 +542,28 @@ def test_a_pull_that_lost_its_peer_drops_it() -> None:
     asyncio.run(scenario())
 
 
+def test_an_owner_that_still_writes_says_whether_it_will_know_when_it_has_stopped() -> None:
+    async def scenario() -> None:
+        async with owning() as owner, directory(Half()) as peers:
+            owner.offer()
+            await peers.reach(owner.address, 2.0)
+            owner.offers.begin("t", "me", "o", DIGEST, written=True)
+            ended = await peers.end("owner@1", "t", False, "aborted")
+            assert ended is not None
+            assert (ended.known, ended.writing, ended.stopping) == (True, True, True)
+            owner.servicer.may_arrive = lambda transfer_id: True
+            ended = await peers.end("owner@1", "t", False, "aborted")
+            assert ended is not None
+            assert (ended.writing, ended.stopping) == (True, False)
+            owner.offers.stopped("t")
+            owner.servicer.may_arrive = lambda transfer_id: False
+            assert await peers.end("owner@1", "t", False, "aborted") == Ended(
+                known=False, outcome=TransferState.ABORTED, peer_id="owner@1"
+            )
+
+    asyncio.run(scenario())
+
+
 def test_an_owner_and_a_consumer_of_adjacent_versions_exchange_kv() -> None:
     """What the newer side adds is lost on the way, in either direction; what both know is enough."""
 

@@ -145,6 +145,57 @@ def test_only_what_the_owner_vouches_for_stays_findable_when_nobody_comes(ended:
     assert [each.is_broken for each in world.sent if isinstance(each, EndPush) and each.is_unwanted] == [not ended]
 
 
+@pytest.mark.parametrize("is_settling", [False, True])
+def test_a_server_that_shuts_down_waits_for_no_push_and_no_writer(is_settling: bool) -> None:
+    """Whether it shut down was read off a task that had been cancelled, by whomever."""
+
+    async def run() -> World:
+        call = Call([progress(num_blocks=2)], None, is_endless=not is_settling)
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            world = World(tasks, lambda *_, **__: call)
+            asking = asyncio.Event()
+
+            async def silent(*_: object) -> None:
+                asking.set()
+                await asyncio.Event().wait()
+
+            writers: Any = world.expectations.writers
+            writers.stop = silent
+            world.expectations.expect(EXPECTATION, MagicMock())
+            while not any(isinstance(each, PushArrived) for each in world.sent):
+                await asyncio.sleep(0.01)
+            if is_settling:
+                await asking.wait()
+            num_sent = len(world.sent)
+            world.expectations.close()
+            world.expectations.expect(EXPECTATION, MagicMock())
+        assert len(world.sent) == num_sent
+        return world
+
+    world = asyncio.run(run())
+    assert world.metrics.pushes_received.inc.call_args.args == ("skipped", "closed")
+
+
+def test_an_error_that_ends_the_server_is_not_covered_by_what_pushes_make_of_it() -> None:
+    """A writer's word was asked for in a group of tasks that was ending: the error of that was nobody's."""
+    unheard: list[object] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+        call = Call([progress(num_blocks=2)], None, is_endless=True)
+        async with asyncio.TaskGroup() as tasks:
+            world, sink = World(tasks, lambda *_, **__: call), MagicMock()
+            world.expectations.expect(EXPECTATION, sink)
+            while not any(isinstance(each, PushArrived) for each in world.sent):
+                await asyncio.sleep(0.01)
+            world.expectations.withdraw(sink, OFFER)
+            raise RuntimeError("a bug")
+
+    with pytest.raises(ExceptionGroup):
+        asyncio.run(run())
+    assert unheard == []
+
+
 def test_a_withdrawal_that_comes_first_takes_its_expectation_back() -> None:
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:

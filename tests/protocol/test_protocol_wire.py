@@ -144,6 +144,7 @@ endeds = st.builds(
     known=st.booleans(),
     outcome=st.none() | st.sampled_from(TransferState),
     writing=st.booleans(),
+    stopping=st.booleans(),
     peer_id=text,
 )
 

@@ -95,7 +95,14 @@ begins = st.builds(
     error=st.one_of(st.none(), st.builds(pb.ErrorInfo, code=texts, message=texts, param=texts)),
     peer_id=texts,
 )
-ends = st.builds(pb.EndTransferReply, known=st.booleans(), outcome=texts, writing=st.booleans(), peer_id=texts)
+ends = st.builds(
+    pb.EndTransferReply,
+    known=st.booleans(),
+    outcome=texts,
+    writing=st.booleans(),
+    stopping=st.booleans(),
+    peer_id=texts,
+)
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))

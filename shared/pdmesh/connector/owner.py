@@ -198,10 +198,12 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         end = end_from_pb(request)
         known = self.offers.end(end.transfer_id, end.committed, end.reason)
         self.settle()
+        is_at_work, may_arrive = self.offers.is_writing(end.transfer_id), self.may_arrive(end.transfer_id)
         ended = Ended(
             known=known,
             outcome=self.offers.outcome_of(end.transfer_id),
-            writing=self.offers.is_writing(end.transfer_id) or self.may_arrive(end.transfer_id),
+            writing=is_at_work or may_arrive,
+            stopping=is_at_work and not may_arrive,
             peer_id=self.peer_id,
         )
         return ended_to_pb(ended)

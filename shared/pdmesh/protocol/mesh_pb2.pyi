@@ -1158,6 +1158,7 @@ class EndTransferReply(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     WRITING_FIELD_NUMBER: _builtins.int
     PEER_ID_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """it ran until now"""
     outcome: _builtins.str
@@ -1166,6 +1167,8 @@ class EndTransferReply(_message.Message):
     """the owner's transport may still write into the consumer's blocks: say the end again to learn when not"""
     peer_id: _builtins.str
     """of who answers: another than the known one knows nothing of what that one still writes"""
+    stopping: _builtins.bool
+    """beside writing: it is at work on what it had begun, and will say when that is done"""
     def __init__(
         self,
         *,
@@ -1173,10 +1176,11 @@ class EndTransferReply(_message.Message):
         outcome: _builtins.str = ...,
         writing: _builtins.bool = ...,
         peer_id: _builtins.str = ...,
+        stopping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "outcome", b"outcome", "peer_id", b"peer_id", "writing", b"writing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "outcome", b"outcome", "peer_id", b"peer_id", "stopping", b"stopping", "writing", b"writing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -75,6 +75,9 @@ class Ended:
     """How it has ended at the owner, now or before; None when the owner does not know."""
     writing: bool = False
     """Whether the owner's transport may still write into the consumer's blocks; saying the end again tells when not."""
+    stopping: bool = False
+    """Beside `writing`: it is at work on what it had begun, and saying the end again will tell when not. Without it that may be
+    for ever: from an owner of an earlier release, and where bytes have left that the owner cannot see arrive."""
     peer_id: str = ""
     """Of who answered, where it said so: another start of the owner knows nothing of what the one before still writes."""
 
@@ -154,10 +157,18 @@ def end_from_pb(message: pb.EndTransferRequest) -> End:
 def ended_to_pb(ended: Ended) -> pb.EndTransferReply:
     """Encode the answer to an end."""
     outcome = "" if ended.outcome is None else ended.outcome.value
-    return pb.EndTransferReply(known=ended.known, outcome=outcome, writing=ended.writing, peer_id=ended.peer_id)
+    return pb.EndTransferReply(
+        known=ended.known, outcome=outcome, writing=ended.writing, peer_id=ended.peer_id, stopping=ended.stopping
+    )
 
 
 def ended_from_pb(message: pb.EndTransferReply) -> Ended:
     """Decode the answer to an end."""
     outcome = TransferState(message.outcome) if message.outcome in _OUTCOMES else None
-    return Ended(known=message.known, outcome=outcome, writing=message.writing, peer_id=message.peer_id)
+    return Ended(
+        known=message.known,
+        outcome=outcome,
+        writing=message.writing,
+        peer_id=message.peer_id,
+        stopping=message.stopping,
+    )

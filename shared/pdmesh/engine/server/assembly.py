@@ -52,6 +52,7 @@ class Engine:
     endings: Endings
     outputs: Outputs
     servicer: EngineServicer
+    expectations: Expectations
     generator: LocalGenerator
     tier: TierClient | None
     resets: PrefixCacheResets
@@ -233,6 +234,7 @@ def assemble(
             board=board,
             metrics=metrics,
         ),
+        expectations=expectations,
         generator=LocalGenerator(
             identity=identity,
             root=config.model,

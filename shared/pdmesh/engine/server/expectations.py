@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from enum import StrEnum
 
 import grpc.aio
 
@@ -24,7 +23,6 @@ from pdmesh.engine.messages import CoreReady
 from pdmesh.engine.push_messages import (
     ALL_CACHED,
     INVALID,
-    PRESSURE,
     EndPush,
     ExpectPush,
     LandingReport,
@@ -33,6 +31,7 @@ from pdmesh.engine.push_messages import (
 )
 from pdmesh.engine.server.attempts import reason_of
 from pdmesh.engine.server.core_peers import Core
+from pdmesh.engine.server.expected import Expected, Over
 from pdmesh.engine.server.fetches import Tasks
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.metrics import EngineMetrics
@@ -55,45 +54,6 @@ REACH_TIMEOUT_S = 10.0
 PLAN_TIMEOUT_S = 15.0
 # The last chunk's write began before the ticket was made: it is here sooner than a pull that begins now.
 SETTLE_WAIT_S = 0.5
-
-
-class Over(StrEnum):
-    """Why nobody waits for a push any more."""
-
-    CLAIMED = "claimed"
-    WITHDRAWN = "withdrawn"
-    TIMEOUT = "timeout"
-    SESSION = "session"
-    FAILED = "failed"
-    """It came to less than its owner's word that all is written."""
-    PRESSURE = PRESSURE
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Expected:
-    """One expectation, until it is over and its writer has stopped."""
-
-    expectation: Expectation
-    sink: Sink
-    transfer_id: str
-    plan: "asyncio.Future[PushExpected]"
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Nothing more arrives."""
-    receiving: asyncio.Task[None] | None = None
-    timer: asyncio.TimerHandle | None = None
-    has_landing: bool = False
-    """The core may hold blocks for it."""
-    has_ordered: bool = False
-    """The owner may have been asked to write."""
-    num_shut_out: int = 0
-    """How often writers had been shut out when it was."""
-    is_stopped: bool = False
-    is_over: bool = False
-    num_blocks: int = 0
-    """Written, of each group."""
-    failure: str = ""
-    running: RunningRequest | None = None
-    """The request that has come for it."""
 
 
 class Expectations:
@@ -128,10 +88,20 @@ class Expectations:
         self._by_transfer: dict[str, Expected] = {}
         self._withdrawn: OrderedDict[str, Sink] = OrderedDict()
         """Offers that were withdrawn and not expected: the one word may overtake the other."""
+        self._settling: set[asyncio.Task[None]] = set()
+        """Those that wait for a writer's word."""
+        self._is_closed = False
         self.writers = Writers(core=core, peers=peers, connector=self._connector)
 
     def __len__(self) -> int:
         return len(self._by_transfer)
+
+    def close(self) -> None:
+        """The server shuts down, and the pool goes with it: nothing is expected, and no writer waited for, any more."""
+        self._is_closed = True
+        tasks = [expected.receiving for expected in self._by_transfer.values() if expected.receiving is not None]
+        for task in [*tasks, *self._settling]:
+            task.cancel()
 
     def expect(self, expectation: Expectation, sink: Sink) -> None:
         """Get ready for a push; what cannot be is counted, and its request served without."""
@@ -147,6 +117,7 @@ class Expectations:
             sink=sink,
             transfer_id=f"{self._identity.engine_id}-{secrets.token_hex(8)}",
             plan=asyncio.get_running_loop().create_future(),
+            deadline_s=time.monotonic() + expectation.remaining_s,
         )
         self._by_offer[expectation.offer_id] = self._by_transfer[expected.transfer_id] = expected
         loop = asyncio.get_running_loop()
@@ -205,6 +176,8 @@ class Expectations:
         """Why an expectation is passed over; one word."""
         if not self._connector:
             return "no_push"
+        if self._is_closed:
+            return "closed"
         if len(self._by_transfer) >= MAX_EXPECTATIONS:
             return "too_many"
         tokens, vocab_size = expectation.token_ids, self._ready.vocab_size
@@ -326,8 +299,7 @@ class Expectations:
 
     def _received(self, expected: Expected, receiving: asyncio.Task[None]) -> None:
         """Nothing more comes of the stream: see to it that the writer has stopped."""
-        if receiving.cancelled() and not expected.is_over:
-            # The server shuts down.
+        if self._is_closed:
             return
         expected.settled.set()
         if receiving.cancelled():
@@ -336,10 +308,19 @@ class Expectations:
         if expected.has_landing and expected.failure and (expected.running is None or expected.failure == INVALID):
             # Before its writer has stopped: a retry of the request must not find what may be broken.
             self._end(expected, Over.FAILED)
-        if expected.has_ordered:
-            self._tasks.create_task(self._settle_writer(expected))
-        else:
+        if not expected.has_ordered:
             self._stopped(expected)
+            return
+        settling = self._settle_writer(expected)
+        try:
+            task = self._tasks.create_task(settling)
+        except RuntimeError:
+            # Another task's error ends the group that all of these run in, and the server and its pool with it.
+            settling.close()
+            return
+        if not expected.is_stopped:
+            self._settling.add(task)
+            task.add_done_callback(self._settling.discard)
 
     async def _settle_writer(self, expected: Expected) -> None:
         if expected.is_stopped:
@@ -348,7 +329,11 @@ class Expectations:
             return
         expectation = expected.expectation
         await self.writers.stop(
-            expectation.owner_id, expectation.owner_address, expected.transfer_id, expected.num_shut_out
+            expectation.owner_id,
+            expectation.owner_address,
+            expected.transfer_id,
+            expected.num_shut_out,
+            expected.deadline_s,
         )
         self._stopped(expected)
 

@@ -153,6 +153,7 @@ async def _background(
     try:
         yield
     finally:
+        engine.expectations.close()
         for task in running:
             task.cancel()
 

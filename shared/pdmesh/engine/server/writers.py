@@ -1,8 +1,9 @@
 """Who may still write into this pool: an owner whose push broke off is asked until it says that it has stopped, or is shut out.
 
-Only the very process that wrote can say so, and only once it knows of the transfer's end. One that has gone, that another
-start has replaced, or that stays silent is made unable to write: the connector withdraws what writers reach the pool by. The
-clock decides when that is done, never that it need not be.
+Only the very process that wrote can say so, and only once it knows of the transfer's end. One that says that it is about to
+stop is slow and not dead: it is asked again for as long as the request it wrote for might have lived. One that has gone, that
+another start has replaced, or that stays silent is made unable to write: the connector withdraws what writers reach the pool
+by. The clock decides when that is done, never that it need not be.
 """
 
 import asyncio
@@ -29,8 +30,10 @@ ABORTED = "aborted"
 
 class _Word(Enum):
     STOPPED = auto()
+    STOPPING = auto()
+    """It lives, writes no more than it has begun, and will say when that is done."""
     NONE = auto()
-    """No answer, or that it still writes."""
+    """No answer; or that it still writes, without more."""
     NEVER = auto()
     """Another process is in its place."""
 
@@ -47,13 +50,18 @@ class Writers:
         self.num_shut_out = 0
         """Times that all writers were, or begin to be, shut out."""
 
-    async def stop(self, owner_id: str, address: str, transfer_id: str, num_shut_out: int) -> None:
-        """Return when the owner writes nothing more for a transfer, that was begun after so many times of shutting out."""
+    async def stop(self, owner_id: str, address: str, transfer_id: str, num_shut_out: int, deadline_s: float) -> None:
+        """Return when the owner writes nothing more for a transfer, that was begun after so many times of shutting out.
+
+        `deadline_s`: of its request, on the monotonic clock; until then an owner that says that it is stopping has time.
+        """
         ask_until_s, pause_s = time.monotonic() + ASK_FOR_S, FIRST_PAUSE_S
         while self.num_shut_out == num_shut_out:
             word = await self._ask(owner_id, address, transfer_id)
             if word is _Word.STOPPED:
                 return
+            if word is _Word.STOPPING:
+                ask_until_s = max(ask_until_s, min(time.monotonic() + ASK_FOR_S, deadline_s))
             if word is _Word.NEVER or time.monotonic() >= ask_until_s:
                 log.warning("%s does not say that it has stopped writing here: all writers are shut out", owner_id)
                 break
@@ -93,7 +101,11 @@ class Writers:
 
 
 def _word_of(ended: Ended | None, owner_id: str) -> _Word:
-    if ended is None or ended.writing:
+    if ended is None:
         return _Word.NONE
-    # Another start of the owner knows nothing of what the one before still writes.
-    return _Word.STOPPED if ended.peer_id == owner_id else _Word.NEVER
+    if ended.peer_id not in ("", owner_id):
+        # Another start of the owner knows nothing of what the one before still writes.
+        return _Word.NEVER
+    if ended.writing:
+        return _Word.STOPPING if ended.stopping else _Word.NONE
+    return _Word.STOPPED if ended.peer_id else _Word.NEVER
