@@ -1,9 +1,10 @@
 """Ties a process to the one that started it, so that a SIGKILL higher up leaves no orphan. Imports nothing heavy.
 
 `python -m pdmesh.parent PARENT_PID MODULE ARGUMENT…` runs a module that is tied already while it imports: seconds, for torch.
-With `--exec PATH` in the place of the module another program takes the process over, and stays tied. A `preexec_fn` would
-leave no gap at all, but is unsafe in a process with threads, as a Valkey that was started beside gRPC's showed; here the gap is
-the interpreter's start, after which a parent that has gone meanwhile is noticed.
+With `--exec PATH` in the place of the module another program takes the process over, and stays tied; this file is run by its
+path then, whatever the program's environment. A `preexec_fn` would leave no gap at all, but is unsafe in a process with
+threads, as a Valkey that was started beside gRPC's showed; here the gap is the interpreter's start, after which a parent that
+has gone meanwhile is noticed.
 """
 
 import ctypes
@@ -14,6 +15,10 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 EXEC = "--exec"
+NOT_STARTED_CODE = 127
+"""Exit code where the program cannot be run, as of a shell."""
+# The interpreter ignores these, which a program would inherit.
+IGNORED_HERE = (signal.SIGPIPE, signal.SIGXFSZ)
 
 # Loaded at import: between fork and exec a child must not open libraries.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -36,13 +41,23 @@ def tied_command(module: str, *arguments: str) -> list[str]:
 
 def tied_program(path: str, *arguments: str) -> list[str]:
     """Return the command that runs any program as a child of this process which dies with it."""
-    return [sys.executable, "-m", __name__, str(os.getpid()), EXEC, path, *arguments]
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), EXEC, path, *arguments]
+
+
+def _exec(argv: list[str]) -> None:
+    for number in IGNORED_HERE:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execv(argv[0], argv)
+    except OSError as exc:
+        sys.stderr.write(f"{argv[0]} could not be started: {exc.strerror}\n")
+        sys.exit(NOT_STARTED_CODE)
 
 
 def _main() -> None:
     die_with_parent(int(sys.argv[1]))
     if sys.argv[2] == EXEC:
-        os.execv(sys.argv[3], sys.argv[3:])
+        _exec(sys.argv[3:])
     sys.argv = sys.argv[2:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -232,6 +232,33 @@ def test_a_connector_that_does_not_reach_falls_back_and_is_counted() -> None:
     asyncio.run(scenario())
 
 
+def test_a_better_connector_is_used_again_once_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair stayed with the lesser one until it lost each other."""
+    monkeypatch.setattr("pdmesh.connector.regaining.FIRST_PAUSE_S", 0.0)
+
+    async def scenario() -> None:
+        half = Half(refuse={"shm"})
+        async with owning() as owner, directory(half) as peers:
+            peer = await peers.reach(owner.address, 2.0)
+            assert peer.connector == "grpc"
+            half.refuse.clear()
+            async with asyncio.timeout(10):
+                while peer.connector == "grpc":
+                    assert await peers.reach(owner.address, 2.0) is peer
+                    await asyncio.sleep(0.01)
+            assert peer.connector == "shm"
+            # Beside the one that was in use, which pulls may be under way over.
+            assert [name for _, name in half.attached][-1] == "shm"
+            assert not half.detached
+            assert (peers.fallbacks, peers.regained) == ({"shm": 1}, {"shm": 1})
+            num_attached = len(half.attached)
+            await peers.reach(owner.address, 2.0)
+            await asyncio.sleep(0.05)
+            assert len(half.attached) == num_attached
+
+    asyncio.run(scenario())
+
+
 def test_no_common_connector_is_an_error_that_names_each() -> None:
     async def scenario() -> None:
         async with owning(connectors=("shm", "nixl")) as owner, directory(Half(refuse={"shm"})) as peers:

@@ -1,5 +1,6 @@
 """A child that is tied to its parent goes with it, also while it still imports."""
 
+import os
 import subprocess
 import sys
 import time
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from pdmesh.parent import NOT_STARTED_CODE, tied_program
 
 # Torch takes longer to import; an interpreter's start does not.
 GONE_S = 1.0
@@ -85,6 +88,36 @@ def test_a_parent_that_is_gone_before_the_kernel_is_asked_is_noticed(tmp_path: P
     command = [sys.executable, "-m", "pdmesh.parent", "1", "proof"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20)
     assert (ended.returncode, ended.stdout) == (1, "")
+
+
+def test_a_program_is_run_as_it_would_be_without(tmp_path: Path) -> None:
+    """In an environment of its own, with its descriptors, its process id and no signal ignored."""
+    read_end, write_end = os.pipe()
+    code = (
+        "import os, sys; os.write(int(sys.argv[1]), b'told'); "
+        "print(os.getpid(), os.environ.get('ONLY'), 'PATH' in os.environ)"
+    )
+    # Python itself ignores two signals, so a shell, which ignores none, tells.
+    shell = "grep SigIgn /proc/$$/status"
+    told = subprocess.run(tied_program("/bin/sh", "-c", shell), capture_output=True, text=True, timeout=20, env={})
+    assert int(told.stdout.split()[1], 16) == 0
+    process = subprocess.Popen(
+        tied_program(sys.executable, "-c", code, str(write_end)),
+        stdout=subprocess.PIPE, text=True, pass_fds=(write_end,), env={"ONLY": "this"},
+    )  # fmt: skip
+    with process:
+        os.close(write_end)
+        out, _ = process.communicate(timeout=20)
+        assert os.read(read_end, 10) == b"told"
+    os.close(read_end)
+    assert out.split()[:3] == [str(process.pid), "this", "False"]
+
+
+def test_a_program_that_cannot_be_run_says_so(tmp_path: Path) -> None:
+    path = str(tmp_path / "nothing-here")
+    ended = subprocess.run(tied_program(path), capture_output=True, text=True, timeout=20, env={})
+    assert (ended.returncode, ended.stdout) == (NOT_STARTED_CODE, "")
+    assert ended.stderr == f"{path} could not be started: No such file or directory\n"
 
 
 def test_the_module_gets_its_arguments(tmp_path: Path) -> None:

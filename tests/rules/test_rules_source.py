@@ -55,6 +55,8 @@ def test_module_keeps_the_rules(path: Path) -> None:
             assert (node.module or "").split(".")[0] not in FORBIDDEN_MODULES
         elif isinstance(node, ast.Call):
             assert not (problem := runs_what_it_reads(node)), f"line {node.lineno}: {problem}"
+            is_unsafe = any(word.arg == "preexec_fn" for word in node.keywords)
+            assert not is_unsafe, f"line {node.lineno}: unsafe beside threads; see pdmesh.parent"
 
 
 def runs_what_it_reads(call: ast.Call) -> str:

@@ -57,7 +57,7 @@ class Puller:
         self._options = options
         self._on_metadata = on_metadata
         self._connectors: dict[str, WorkerConnector] = {}
-        self._connector_of: dict[str, str] = {}
+        self._connectors_of: dict[str, set[str]] = {}
         self._num_pulls: Counter[str] = Counter()
         self._idle_timers: dict[str, asyncio.TimerHandle] = {}
         self._closing = False
@@ -193,12 +193,17 @@ class Puller:
             # Or it would end the connection that is made now.
             await asyncio.wait([leaving])
         await self._loop.run_in_executor(self._connect_threads, connector.connect, pool)
-        self._connector_of[pool.peer_id] = name
+        self._connectors_of.setdefault(pool.peer_id, set()).add(name)
 
     def _detach(self, peer_id: str) -> None:
         self._stop_timer(peer_id)
-        connector = self._connectors[self._connector_of.pop(peer_id)]
-        leaving = self._leaving[peer_id] = self._loop.run_in_executor(self._thread, connector.disconnect, peer_id)
+        attached = [self._connectors[name] for name in self._connectors_of.pop(peer_id, ())]
+
+        def disconnect() -> None:
+            for connector in attached:
+                connector.disconnect(peer_id)
+
+        leaving = self._leaving[peer_id] = self._loop.run_in_executor(self._thread, disconnect)
         leaving.add_done_callback(lambda _: self._leaving.pop(peer_id, None))
 
     def _watch(self, connector: WorkerConnector) -> None:

@@ -63,6 +63,9 @@ class Peer:
     """Running ones, renewed until they end."""
     num_timeouts: int = 0
     """Calls in a row that got no answer in their time."""
+    regain_due_s: float | None = None
+    """When a better connector is tried again, on the monotonic clock; None: not now."""
+    regain_pause_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,32 @@ class Greeting:
     exchange: Exchange
     layouts: tuple[Layout, ...]
     """Of the owner's blocks, where they are not those of the pool here."""
+
+
+def make_peer(
+    greeting: Greeting,
+    address: str,
+    connector: str,
+    channel: grpc.aio.Channel,
+    stub: "mesh_pb2_grpc.KVPeerAsyncStub",
+) -> Peer:
+    """Make the entry of an owner that has answered and is attached over a connector."""
+    reply = greeting.reply
+    return Peer(
+        peer_id=reply.peer_id,
+        address=address,
+        connector=connector,
+        attached={connector},
+        protocol=reply.protocol,
+        capabilities=capabilities_from_pb(reply.capabilities),
+        num_blocks=reply.num_blocks,
+        block_bytes=reply.block_bytes,
+        names=greeting.names,
+        exchange=greeting.exchange,
+        layouts=greeting.layouts,
+        channel=channel,
+        stub=stub,
+    )
 
 
 class Greeter:
@@ -142,41 +171,60 @@ class Greeter:
         """Return this side's connectors that come after one, in order of preference; all of them after an empty name."""
         return self._connectors[self._connectors.index(connector) + 1 :] if connector else self._connectors
 
+    def before(self, connector: str) -> list[str]:
+        """Return this side's connectors that come before one, in order of preference."""
+        return self._connectors[: self._connectors.index(connector)]
+
+    async def attach_better(self, address: str, greeting: "Greeting", connector: str) -> str:
+        """Attach by the first connector that works of those before one; returns its name, or nothing when none does."""
+        for name in self.before(connector):
+            try:
+                await self._attach_over(name, address, greeting)
+            except (HandshakeRefused, PeerUnavailable) as exc:
+                log.debug("connector %s still cannot reach %s: %s", name, address, exc.message)
+            else:
+                return name
+        return ""
+
     async def attach_first(self, address: str, greeting: "Greeting", after: str = "") -> str:
         """Attach by the first connector that both sides have and that works, of those after `after`; returns its name.
 
         Raises HandshakeRefused, naming what is wrong with each, when none does.
         """
-        reply = greeting.reply
-        offered = {each.connector: each.metadata for each in reply.connectors}
-        # The grpc connector reads from where this handshake was answered.
-        offered |= {GRPC_CONNECTOR: address.encode()} if GRPC_CONNECTOR in offered else {}
         failures = []
         for name in self.after(after):
             try:
-                if name not in offered:
-                    raise HandshakeRefused("the peer does not offer it")
-                pool = PeerPool(
-                    peer_id=reply.peer_id,
-                    metadata=offered[name],
-                    num_blocks=reply.num_blocks,
-                    block_bytes=reply.block_bytes,
-                    layouts=greeting.layouts,
-                    others=tuple(
-                        Way(connector=each, metadata=offered[each])
-                        for each in self.after(name)
-                        # A copy would have to be asked for before it is read.
-                        if each in offered and each not in PUBLISHING
-                    ),
-                )
-                await self._attach(pool, name)
+                await self._attach_over(name, address, greeting)
             except (HandshakeRefused, PeerUnavailable) as exc:
                 failures.append(f"{name}: {exc.message}")
                 self.count_fallback(name, address, exc)
             else:
                 return name
         why = "; ".join(failures) or f"there is none after {after}"
-        raise HandshakeRefused(f"no connector reaches {reply.peer_id} at {address} ({why})")
+        raise HandshakeRefused(f"no connector reaches {greeting.reply.peer_id} at {address} ({why})")
+
+    async def _attach_over(self, name: str, address: str, greeting: "Greeting") -> None:
+        """Attach by one connector. Raises HandshakeRefused or PeerUnavailable."""
+        reply = greeting.reply
+        offered = {each.connector: each.metadata for each in reply.connectors}
+        # The grpc connector reads from where this handshake was answered.
+        offered |= {GRPC_CONNECTOR: address.encode()} if GRPC_CONNECTOR in offered else {}
+        if name not in offered:
+            raise HandshakeRefused("the peer does not offer it")
+        pool = PeerPool(
+            peer_id=reply.peer_id,
+            metadata=offered[name],
+            num_blocks=reply.num_blocks,
+            block_bytes=reply.block_bytes,
+            layouts=greeting.layouts,
+            others=tuple(
+                Way(connector=each, metadata=offered[each])
+                for each in self.after(name)
+                # A copy would have to be asked for before it is read.
+                if each in offered and each not in PUBLISHING
+            ),
+        )
+        await self._attach(pool, name)
 
     def count_fallback(self, name: str, address: str, error: MeshError) -> None:
         """Note that the next connector is used instead of one."""

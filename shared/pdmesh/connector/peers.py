@@ -23,12 +23,12 @@ import grpc.aio
 
 from pdmesh.channels import disconnected
 from pdmesh.connector.active import ERROR_PREFIX, PullEnd
-from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, open_stub, translated
+from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, make_peer, open_stub, translated
 from pdmesh.connector.publications import PUBLISH_TIMEOUT_S, PUBLISHING
+from pdmesh.connector.regaining import Regaining
 from pdmesh.connector.silences import Silences
 from pdmesh.errors import MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2 as pb
-from pdmesh.protocol.capabilities import capabilities_from_pb
 from pdmesh.protocol.exchange import KVDescription
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import RENEW_INTERVAL_S
@@ -86,6 +86,11 @@ class PeerDirectory:
         )
         self.fallbacks = self._greeter.fallbacks
         """Times a connector could not be used and the next one was, by the name of the one that could not."""
+        self._regaining = Regaining(
+            self._greeter, knows=self.knows, in_background=self._in_background, detach=self._detach_stray
+        )
+        self.regained = self._regaining.regained
+        """Times a connector could be used again that could not be at the handshake, by its name."""
         self.lost: int = 0
         """Peers dropped because they were gone or came back under a new epoch."""
         self._peer_id = peer_id
@@ -126,6 +131,7 @@ class PeerDirectory:
         if (known := self._known.get(address)) is not None:
             if known.num_timeouts >= NUM_TIMEOUTS_TO_PROBE:
                 raise PeerUnavailable(f"{address} does not answer; it is being asked whether it still lives")
+            self._regaining.note_used(known)
             return known
         self._silences.admit(address, owner)
         meeting = self._meeting.get(address)
@@ -278,21 +284,8 @@ class PeerDirectory:
         except BaseException:
             await channel.close(None)
             raise
-        peer = self._known[address] = Peer(
-            peer_id=reply.peer_id,
-            address=address,
-            connector=connector,
-            attached={connector},
-            protocol=reply.protocol,
-            capabilities=capabilities_from_pb(reply.capabilities),
-            num_blocks=reply.num_blocks,
-            block_bytes=reply.block_bytes,
-            names=greeting.names,
-            exchange=greeting.exchange,
-            layouts=greeting.layouts,
-            channel=channel,
-            stub=stub,
-        )
+        peer = self._known[address] = make_peer(greeting, address, connector, channel, stub)
+        self._regaining.note_met(peer)
         self._in_background(self._watch(peer), "watch-peer")
         return peer
 
@@ -326,6 +319,11 @@ class PeerDirectory:
         task = asyncio.create_task(peer.channel.close(CALL_TIMEOUT_S))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    def _detach_stray(self, peer_id: str) -> None:
+        """Disconnect from a peer that has been dropped, unless it has been met again meanwhile."""
+        if self._by_id(peer_id) is None:
+            self._detach(peer_id)
 
     def _peers(self) -> list[Peer]:
         return list({peer.peer_id: peer for peer in self._known.values()}.values())

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -12,12 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from pdmesh.parent import die_with_parent
+from pdmesh.parent import NOT_STARTED_CODE, tied_program
 from pdmesh.supervisor.plan import ChildSpec
 
 READY_SOCKET_RETRY_S = 0.02
-# As of a shell that cannot run a command.
-NOT_STARTED_CODE = 127
 LOG_TAIL_BYTES = 8192
 
 
@@ -96,7 +93,7 @@ class Child:
         """Start the process; returns it and the end from which to read what it tells us. Raises OSError."""
         spec = self.spec
         read_end, notify_fd = os.pipe()
-        argv, passed = list(spec.argv), []
+        argv, passed = tied_program(*spec.argv), []
         if not spec.ready_socket:
             argv += ["--notify-fd", str(notify_fd)]
             passed.append(notify_fd)
@@ -114,8 +111,6 @@ class Child:
                     pass_fds=passed,
                     # A group of its own: Ctrl-C is for the supervisor, which drains in order.
                     process_group=0,
-                    # Safe here: the supervisor has no other threads.
-                    preexec_fn=functools.partial(die_with_parent, os.getpid()),
                 )
         except BaseException:
             os.close(read_end)

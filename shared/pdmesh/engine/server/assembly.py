@@ -123,7 +123,7 @@ def assemble(
     """
     ready, registry, offers, table = core.ready, CollectorRegistry(), OfferTable(), RequestTable()
     board = LoadBoard(identity.epoch, offers)
-    metrics = EngineMetrics(registry, identity, ready, board, peers.fallbacks)
+    metrics = EngineMetrics(registry, identity, ready, board, peers.fallbacks, peers.regained)
     handoff = Handoff(
         config=config,
         identity=identity,

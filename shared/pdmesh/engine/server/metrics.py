@@ -102,6 +102,7 @@ class EngineMetrics:
         ready: CoreReady,
         board: LoadBoard,
         connector_fallbacks: Mapping[str, int],
+        connectors_regained: Mapping[str, int],
     ) -> None:
         values = (identity.model_name, "0")
         tokens = _token_buckets(ready.max_model_len)
@@ -233,7 +234,7 @@ class EngineMetrics:
             registry=registry,
         )
         computes.labels("0", ready.backend, ready.instruction_set, ready.backend_fallback).set(1)
-        registry.register(_CoreCollector(board, values, connector_fallbacks))
+        registry.register(_CoreCollector(board, values, connector_fallbacks, connectors_regained))
 
 
 class Labelled:
@@ -261,10 +262,17 @@ class LabelledHistogram:
 class _CoreCollector(Collector):
     """Shows the core's latest statistics whenever someone asks."""
 
-    def __init__(self, board: LoadBoard, values: tuple[str, ...], connector_fallbacks: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        board: LoadBoard,
+        values: tuple[str, ...],
+        connector_fallbacks: Mapping[str, int],
+        connectors_regained: Mapping[str, int],
+    ) -> None:
         self._board = board
         self._values = values
         self._connector_fallbacks = connector_fallbacks
+        self._connectors_regained = connectors_regained
 
     def collect(self) -> Iterator[Metric]:
         stats = self._board.stats
@@ -298,6 +306,14 @@ class _CoreCollector(Collector):
         for connector, count in self._connector_fallbacks.items():
             fallbacks.add_metric((*self._values, connector), count)
         yield fallbacks
+        regained = CounterMetricFamily(
+            "pdmesh_connectors_regained",
+            "Times a connector reached a peer again that had been given up for the next one.",
+            labels=(*LABELS, "connector"),
+        )
+        for connector, count in self._connectors_regained.items():
+            regained.add_metric((*self._values, connector), count)
+        yield regained
 
 
 def _token_buckets(max_model_len: int) -> tuple[float, ...]:
