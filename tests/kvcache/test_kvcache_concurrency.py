@@ -278,7 +278,7 @@ def test_nothing_of_engines_that_are_gone_stays(monkeypatch: pytest.MonkeyPatch)
                     await pulling
             await asyncio.sleep(0.3)
             assert not puller._idle_timers
-            assert not any((puller._num_pulls, puller._connector_of, puller._waiting, puller._leaving))
+            assert not any((puller._num_pulls, puller._connectors_of, puller._waiting, puller._leaving))
         arena.close()
 
     asyncio.run(scenario())
