@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from pdmesh.connector.pages import PagesAhead
-from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
+from pdmesh.connector.pool import PAGE_BYTES, KVPool, PoolShape, create_pool_file, size_pool_file
 
 SHAPE = PoolShape(num_blocks=64, block_bytes=32 << 10)
 
@@ -24,6 +26,17 @@ def fresh_pool(shape: PoolShape = SHAPE) -> KVPool:
 def num_taken(pool: KVPool) -> int:
     """Whole blocks that have memory."""
     return (os.fstat(pool.fd).st_blocks * 512 - pool.shape.header_bytes) // pool.shape.block_bytes
+
+
+def mapped(pool: KVPool) -> list[int]:
+    """Blocks whose pages this process has found, all of them: the kernel also maps a few around each."""
+    with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+        pages.seek(pool.blocks.ctypes.data // PAGE_BYTES * 8)
+        words = np.frombuffer(pages.read(pool.blocks.nbytes // PAGE_BYTES * 8), dtype="<u8")
+    # A word's uppermost bit says that its page is present.
+    is_mapped = (words.reshape(pool.shape.num_blocks, -1) >> np.uint64(63)).all(axis=1)
+    found: list[int] = np.flatnonzero(is_mapped).tolist()
+    return found
 
 
 def until(reached: Callable[[], bool]) -> None:
@@ -68,4 +81,24 @@ def test_a_pool_of_few_blocks_is_left_alone() -> None:
     with PagesAhead(pool):
         pool.bump([0])
     assert num_taken(pool) == 0
+    pool.close()
+
+
+def test_who_reads_has_what_comes_next_mapped_and_takes_no_memory() -> None:
+    pool = fresh_pool(PoolShape(num_blocks=64, block_bytes=256 << 10))
+    pool.blocks[:6] = 1
+    reader = KVPool(pool.fd, pool.shape, writable=False)
+    with PagesAhead(reader, bytes_ahead=5 * pool.shape.block_bytes) as pages:
+        assert mapped(reader) == []
+        pages.note([1, 0])
+        # The sixth block is the owner's last.
+        until(lambda: mapped(reader) == [2, 3, 4, 5])
+        pool.blocks[6:20] = 1
+        pages.note([3, 2])
+        until(lambda: mapped(reader) == [*range(2, 9)])
+        pages.note([63])
+        time.sleep(0.02)
+        assert mapped(reader) == [*range(2, 9)]
+        assert num_taken(pool) == 20
+    reader.close()
     pool.close()

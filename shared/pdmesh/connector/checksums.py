@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmesh.connector.active import UNKNOWN
+from pdmesh.connector.pages import PagesAhead
 from pdmesh.connector.pool import KVPool
 from pdmesh.protocol.messages import MAX_GENERATIONS, GroupBlocks
 from pdmesh_kernels.block_sum import sum_blocks
@@ -21,7 +22,8 @@ Flags = NDArray[np.bool_]
 
 
 class PoolSums:
-    """A context manager: leaving it waits for what is being summed. `pool` may be a read-only map and stays the caller's.
+    """A context manager: leaving it waits for what is being summed. `pool` may be a read-only map, whose pages are then mapped
+    ahead, and stays the caller's.
 
     `block_size`: tokens of a block; the last one of a prompt may still grow, so that it is summed anew each time that its
     content is prepared, and never while its request goes on. 0: all blocks are full.
@@ -39,6 +41,8 @@ class PoolSums:
         self._begun: Future[None] | None = None
         """The last of what `prepare` has begun."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sums")
+        # Who writes to a pool has its pages already, or takes them ahead.
+        self._pages = None if pool.writable else PagesAhead(pool)
 
     def __enter__(self) -> Self:
         return self
@@ -51,6 +55,8 @@ class PoolSums:
     def close(self) -> None:
         """Wait for what is being summed."""
         self._thread.shutdown(cancel_futures=True)
+        if self._pages is not None:
+            self._pages.close()
 
     def prepare(self, groups: Iterable[GroupBlocks], num_tokens: int, *, grows: bool = False) -> None:
         """Begin to sum blocks that hold `num_tokens` from position 0 and are complete so far; returns at once.
@@ -125,6 +131,8 @@ class PoolSums:
     def _sum(self, ids: Ids, generations: Words, is_full: Flags) -> None:
         """Runs in the thread."""
         sums = sum_blocks(self._pool.blocks, ids)
+        if self._pages is not None:
+            self._pages.note(ids.tolist())
         # Nothing has to hold the blocks: what got other content meanwhile was not summed. The words after the data.
         are_same = self._pool.generations[ids] == generations
         self._store(ids[are_same], generations[are_same], is_full[are_same], sums[are_same])

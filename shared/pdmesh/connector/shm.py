@@ -142,9 +142,10 @@ class ShmConnector(FixedMetadata, ReadInPlace):
                 else:
                     # No view of a pool may outlive this turn, or it could not be unmapped.
                     num_bytes = 0 if reason else copy.num_bytes
-                    transfer_id = copy.active.pull.transfer_id
+                    pull, pages = copy.active.pull, copy.source.pages
                     del copy
-                    self._pulls.finish(transfer_id, reason, num_bytes)
+                    self._pulls.finish(pull.transfer_id, reason, num_bytes)
+                    pages.note(pull.source_block_ids)
             for shared in [each for each in unmap if all(copy.source is not each for copy in copies)]:
                 unmap.remove(shared)
                 shared.close()

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pdmesh.connector.pages import PagesAhead
 from pdmesh.connector.pool import KVPool, PoolShape, read_only_fd
 from pdmesh.errors import HandshakeRefused
 from pdmesh.security import MeshSecret
@@ -222,6 +223,7 @@ class SharedPool:
 
     def __init__(self, pool: KVPool, connection: socket.socket) -> None:
         self.pool = pool
+        self.pages = PagesAhead(pool)
         self._connection = connection
         connection.setblocking(False)
 
@@ -237,6 +239,7 @@ class SharedPool:
 
     def close(self) -> None:
         """Unmap and hang up."""
+        self.pages.close()
         self.pool.close()
         self._connection.close()
 
