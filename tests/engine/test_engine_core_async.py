@@ -106,15 +106,15 @@ def test_who_comes_while_a_step_runs_is_in_the_next_one(monkeypatch: pytest.Monk
     inbox, num_waits = core._inbox, 0
     plain_wait = inbox.wait
 
-    def wait(descriptors: list[int]) -> None:
+    def wait(descriptors: list[int], timeout_s: float | None = None) -> bool:
         nonlocal num_waits
         num_waits += 1
         if num_waits == 1:
             assert core.executor.num_submitted == 2
             core.add([20, 21, 22], "late", max_tokens=3)
-            return
+            return True
         backend.may_compute.release(8)
-        plain_wait(descriptors)
+        return plain_wait(descriptors, timeout_s)
 
     monkeypatch.setattr(inbox, "wait", wait)
     core.add([10, 11, 12], "early", max_tokens=3)

@@ -395,3 +395,26 @@ def test_each_step_sends_one_message_and_rest_is_silent() -> None:
     assert len(said) == len(core.backend.steps) + 1
     assert core.outputs[-1].stats.num_running == 0
     assert core.outputs[-1].stats.steps == 5
+
+
+def test_the_states_are_looked_through_once_nothing_has_happened_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right behind a prompt, other processes need the cores to go on with it: handoffs had been a millisecond longer."""
+    core = CoreHarness()
+    inbox, happened = core._inbox, []
+    plain_wait = inbox.wait
+
+    def wait(descriptors: list[int], timeout_s: float | None = None) -> bool:
+        is_first = timeout_s is not None and "woken" not in happened
+        if is_first:
+            core.add([10, 11], "second", max_tokens=2)
+            happened.append("woken")
+            return True
+        return plain_wait(descriptors, timeout_s)
+
+    monkeypatch.setattr(inbox, "wait", wait)
+    monkeypatch.setattr(type(core.scheduler.state), "check_integrity", lambda self: happened.append("checked"))
+    core.add([20, 21], "first", max_tokens=2)
+    core.run()
+    # The last is the harness's own.
+    assert happened == ["woken", "checked", "checked"]
+    assert core.tokens("second") == expected_tokens([10, 11], 2)

@@ -201,9 +201,11 @@ class _ScriptedInbox:
         taken, self.messages = self.messages, []
         return taken
 
-    def wait(self, descriptors: list[int]) -> None:
+    def wait(self, descriptors: list[int], timeout_s: float | None = None) -> bool:
         is_busy = self.scheduler.state.ledger.num_loads > 0 or not self.executor.is_idle
         readable, _, _ = select.select(descriptors, [], [], 10 if is_busy else 0)
         if not readable:
             assert not is_busy, "a pull or a step did not end"
-            self.messages.append(Shutdown())
+            if timeout_s is None:
+                self.messages.append(Shutdown())
+        return bool(readable)

@@ -54,6 +54,9 @@ from pdmesh.errors import InternalError
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
+# The states are looked through when nothing has happened for so long: that takes a millisecond or more over a large pool, and
+# right behind a prompt others on these cores are about to go on with it.
+QUIET_S = 0.5
 
 
 class Inbox(Protocol):
@@ -66,8 +69,8 @@ class Inbox(Protocol):
     def drain(self) -> Iterable[ToCore]:
         """Return what has arrived; never blocks."""
 
-    def wait(self, descriptors: list[int]) -> None:
-        """Sleep until a message arrives or one of `descriptors` becomes readable."""
+    def wait(self, descriptors: list[int], timeout_s: float | None = None) -> bool:
+        """Sleep until a message arrives or one of `descriptors` becomes readable; False when neither did within the timeout."""
 
 
 class Core:
@@ -344,7 +347,14 @@ class Core:
             if not self._is_stats_sent:
                 return
             if __debug__ and not self._scheduler.state.requests:
+                if self._inbox.wait(self._descriptors, QUIET_S):
+                    self._is_stats_sent = False
+                    return
                 self._scheduler.state.check_integrity()
-        self._inbox.wait([self._executor.fileno(), *self._links.descriptors])
+        self._inbox.wait(self._descriptors)
         # Whatever woke the loop may change a gauge without a report.
         self._is_stats_sent = False
+
+    @property
+    def _descriptors(self) -> list[int]:
+        return [self._executor.fileno(), *self._links.descriptors]

@@ -33,12 +33,12 @@ class Mailbox:
                     messages.append(message)
         return messages
 
-    def wait(self, descriptors: list[int]) -> None:
+    def wait(self, descriptors: list[int], timeout_s: float | None = None) -> bool:
         poller = zmq.Poller()
         poller.register(self._inbox, zmq.POLLIN)
         for descriptor in descriptors:
             poller.register(descriptor, zmq.POLLIN)
-        poller.poll()
+        return bool(poller.poll(None if timeout_s is None else int(timeout_s * 1000)))
 
     def send(self, message: FromCore) -> None:
         self._outbox.send(encode(message))
