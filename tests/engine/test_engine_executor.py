@@ -55,9 +55,12 @@ def test_the_next_plan_is_taken_while_the_one_before_runs() -> None:
     assert result.token_ids == [1]
     # The second runs.
     assert executor.can_take
+    first_s = executor.begun_s, executor.ended_s
     worker.may_end.release()
     while not executor.is_idle:
         wait(executor)
+    # What it tells is of the step whose result was taken.
+    assert 0 < first_s[0] <= first_s[1] <= executor.begun_s <= executor.ended_s
     executor.close()
     assert [plan.rows for plan in worker.plans] == [[1], [2]]
 

@@ -60,6 +60,17 @@ def test_offers_travel_as_files_and_otherwise_when_they_cannot_be_written(tmp_pa
     assert not [entry for entry in tmp_path.iterdir() if entry != directory]
 
 
+def test_a_handoff_s_two_ends_are_on_the_machine_s_clock() -> None:
+    with mesh(DEMO_MODEL, connector="shm,grpc") as running:
+        (prefill,), (decode,) = running.prefill, running.decode
+        for seed in (1, 2):
+            before_s = time.monotonic()
+            assert route_of(running, seed)["kv"] == "shm"
+            computed_s = prefill.metric("pdmesh_handoff_clock_seconds")
+            resumed_s = decode.metric("pdmesh_handoff_clock_seconds")
+            assert before_s < computed_s < resumed_s < time.monotonic()
+
+
 @pytest.mark.skipif(bool(missing("mooncake")), reason=missing("mooncake"))
 def test_kv_moves_over_mooncake() -> None:
     with mesh(DEMO_MODEL, connector="mooncake,grpc") as running:

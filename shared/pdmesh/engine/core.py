@@ -332,6 +332,7 @@ class Core:
                 transfers=outbox.transfers,
                 computed=outbox.computed,
                 needs=outbox.needs,
+                begun_s=self._executor.begun_s if has_stepped else 0.0,
                 ended_s=self._executor.ended_s if has_stepped else 0.0,
                 pushes=outbox.pushes,
                 landings=outbox.landings,

@@ -39,10 +39,11 @@ class Executor:
         """The one that was submitted last."""
         self._done: queue.SimpleQueue[StepResult | Exception] = queue.SimpleQueue()
         self._untold: StepResult | Exception | None = None
-        self._untold_s = 0.0
-        self.ended_s = 0.0
-        """When the last step ended of which `take_results` tells, on the monotonic clock."""
-        """Of the step that ended last; the worker's thread alone looks at it."""
+        self._untold_times = (0.0, 0.0)
+        """Of the step that ended last; the worker's thread alone looks at these."""
+        self._begun_s = 0.0
+        self.begun_s = self.ended_s = 0.0
+        """When the model began with the last step of which `take_results` tells, and when that ended; on the monotonic clock."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._num_submitted = 0
         self.num_ended = 0
@@ -109,14 +110,14 @@ class Executor:
             self._on_start()
         while (plan := self._next_plan()) is not None:
             try:
-                outcome: StepResult | Exception = self._worker.run(plan, self._tell)
+                outcome: StepResult | Exception = self._worker.run(plan, self._begin)
             except Exception as exc:  # a step that failed is the core's to judge
                 outcome = exc
             except BaseException as exc:  # whatever a step raises, this thread must not end with it
                 outcome = RuntimeError(f"{type(exc).__name__}: {exc}")
             # One that failed before it began has not told of the step before it.
             self._tell()
-            self._untold, self._untold_s = outcome, time.monotonic()
+            self._untold, self._untold_times = outcome, (self._begun_s, time.monotonic())
         self._tell()
 
     def _next_plan(self) -> StepPlan | None:
@@ -131,9 +132,13 @@ class Executor:
             with contextlib.suppress(IndexError):
                 return place.pop()
 
+    def _begin(self) -> None:
+        self._begun_s = time.monotonic()
+        self._tell()
+
     def _tell(self) -> None:
         if self._untold is not None:
-            self.ended_s = self._untold_s
+            self.begun_s, self.ended_s = self._untold_times
             self._done.put(self._untold)
             self._untold = None
             os.eventfd_write(self._wake_fd, 1)

@@ -334,8 +334,9 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pushes: list[PushReport] = []
     landings: list[LandingReport] = []
     stats: Stats | None = None
+    begun_s: float = 0.0
     ended_s: float = 0.0
-    """When its computing ended, on the clock that all processes of a machine share; 0 when there was no step."""
+    """When its computing began and ended, on the clock that all processes of a machine share; 0 when there was no step."""
     kv_events: bytes = b""
     """What `KVEventLog.take` gave: an encoded batch to publish; empty when there is none."""
 

@@ -55,6 +55,15 @@ class HandoffStage(StrEnum):
     """From there until the next token, one step."""
 
 
+class HandoffEvent(StrEnum):
+    """Label of `pdmesh_handoff_clock_seconds`: the two ends of a handoff, each told by the engine where it is."""
+
+    COMPUTED = "computed"
+    """At the owner: the prompt's last step has ended, its first token is drawn."""
+    RESUMED = "resumed"
+    """At the consumer: the model begins with the first step that the request is in."""
+
+
 class Outcome(StrEnum):
     """How a pull ended."""
 

@@ -195,6 +195,15 @@ class EngineMetrics:
             ),
             values,
         )
+        self.handoff_clock = LabelledGauge(
+            Gauge(
+                "pdmesh_handoff_clock_seconds",
+                "When the last handoff's prompt was computed here, or its next step began here, by the monotonic clock.",
+                (*LABELS, "event"),
+                registry=registry,
+            ),
+            values,
+        )
         self.fallbacks = by("pdmesh_fallbacks", "Intended KV transfers that were not done, by reason.", "reason")
         self.probe_failures = by(
             "pdmesh_connector_probe_failures",
@@ -257,6 +266,17 @@ class LabelledHistogram:
 
     def observe(self, label: str, amount: float) -> None:
         self._family.labels(*self._values, label).observe(amount)
+
+
+class LabelledGauge:
+    """A gauge whose model and engine labels are filled in."""
+
+    def __init__(self, family: Gauge, values: tuple[str, ...]) -> None:
+        self._family = family
+        self._values = values
+
+    def set(self, label: str, amount: float) -> None:
+        self._family.labels(*self._values, label).set(amount)
 
 
 class _CoreCollector(Collector):

@@ -24,7 +24,7 @@ from pdmesh.engine.push_messages import PUSH_SOURCE, PushExpected, WritersShutOu
 from pdmesh.engine.server.core_peers import CorePeers
 from pdmesh.engine.server.endings import Endings
 from pdmesh.engine.server.expectations import Expectations
-from pdmesh.engine.server.fetches import Fetches, HandoffStage
+from pdmesh.engine.server.fetches import Fetches, HandoffEvent, HandoffStage
 from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.heart import Heart
 from pdmesh.engine.server.kv_event_publisher import KVEventPublisher
@@ -87,7 +87,7 @@ class Outputs:
         self._probe = probe
         self._returns = returns
         self._num_steps = 0
-        self._step_ended_s = 0.0
+        self._step_begun_s = self._step_ended_s = 0.0
 
     async def run(self, core: CoreOutputs) -> None:
         """Handle messages until the core is gone. Raises the error of a core that says it cannot go on."""
@@ -125,7 +125,7 @@ class Outputs:
         for transfer in output.transfers:
             self._transfer_ended(transfer)
         now, num_tokens = time.monotonic(), 0
-        self._step_ended_s = output.ended_s or now
+        self._step_begun_s, self._step_ended_s = output.begun_s or now, output.ended_s or now
         for delta in output.deltas:
             running = self._table.get(delta.request_id)
             # Choices that were aborted may have had tokens on the way.
@@ -213,6 +213,7 @@ class Outputs:
                 self._metrics.fallbacks.inc("not_sealed")
             else:
                 self._metrics.handoff.observe(HandoffStage.SEALED, time.monotonic() - self._step_ended_s)
+                self._metrics.handoff_clock.set(HandoffEvent.COMPUTED, self._step_ended_s)
         running.sink.put(msgspec.structs.replace(delta, ticket=ticket))
         self._endings.finish(running, keep_offer=bool(ticket))
 
@@ -220,6 +221,7 @@ class Outputs:
         running.has_answered = True
         if running.pulled_s is not None:
             self._metrics.handoff.observe(HandoffStage.RESUME, time.monotonic() - running.pulled_s)
+            self._metrics.handoff_clock.set(HandoffEvent.RESUMED, self._step_begun_s)
             running.pulled_s = None
         running.num_cached = delta.cached_tokens
         running.queued_s = delta.queued_s
