@@ -37,6 +37,13 @@ def _peer(run: dict[str, Any]) -> Iterator[str]:
     yield from ("", "| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns))
     for row in dict.fromkeys(each["row"] for each in run["outcomes"]):
         yield f"| {row} | " + " | ".join(_cell(found.get((row, column))) for column in columns) + " |"
+    if later := [each for each in run["outcomes"] if each.get("at")]:
+        times = sorted(each["at"] for each in later)
+        yield from (
+            "",
+            f"Run in parts: {len(later)} of these cells later than the others, from {times[0]} to {times[-1]} UTC:",
+        )
+        yield f"{'; '.join(each['cell'] for each in later)}."
     if run["notes"]:
         yield from ("", *run["notes"])
 
