@@ -6,7 +6,10 @@ client was about to send; one that brings none is closed a second later. So a cl
 """
 
 import asyncio
+import contextlib
+import ctypes
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +19,11 @@ import uvicorn
 from pdmesh.errors import ConfigError
 from pdmesh.http_protocol import BoundedHttpProtocol, Leaving
 
+SO_ATTACH_FILTER = 26
+# A classic BPF program over a TCP header, (code, jump if true, jump if false, operand): load the flags; SYN? drop; keep.
+DROP_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
+# Until the loop has seen that somebody waits, has accepted, and has begun what it accepted.
+ACCEPT_TURNS = 3
 LOOPBACK_ADDRESSES = ("127.", "::1")
 
 
@@ -51,6 +59,19 @@ def _unfit(adopted: socket.socket, on_loopback: bool) -> str:
     return ""
 
 
+async def _turns(count: int) -> None:
+    """Let the event loop go around."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def _drop_connects(listener: socket.socket) -> None:
+    """Have the kernel drop what asks for a new connection, and nothing else. Raises OSError where it does not do that."""
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in DROP_SYN))
+    size, address = len(DROP_SYN), ctypes.addressof(program)
+    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", size, address))
+
+
 @asynccontextmanager
 async def serving(app: Any, listener: socket.socket) -> AsyncIterator["HttpServer"]:
     """Serve an ASGI app on a listening socket, which is closed at the end. Closing waits for no client."""
@@ -80,6 +101,7 @@ class HttpServer(uvicorn.Server):
                 ws="none",
             )
         )
+        self._listener = listener
         self.port: int = listener.getsockname()[1]
         self.ended = asyncio.Event()
         self._leaving = self.server_state = Leaving()
@@ -89,11 +111,18 @@ class HttpServer(uvicorn.Server):
         """Ask each client, with its next answer, to connect anew."""
         self._leaving.announce()
 
-    async def stop_listening(self) -> None:
-        """Let the next who connects find another than us."""
-        # Whoever has connected already is accepted in these turns of the loop.
-        for _ in range(2):
-            await asyncio.sleep(0)
+    async def stop_listening(self, *, is_shared: bool = False) -> None:
+        """Let the next who connects find another than us; `is_shared`: somebody else holds the socket, and what waits there."""
+        if not is_shared:
+            # Who knocks in the next moment knocks again a second later, when another listens here, or nobody.
+            with contextlib.suppress(OSError):
+                _drop_connects(self._listener)
+            # Whoever has connected already is accepted: closing would reset what still waits.
+            await _turns(ACCEPT_TURNS)
+        # asyncio's own loop, unlike uvloop, accepts first and makes connections later, which a closed server may not.
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop().remove_reader(self._listener)
+        await _turns(ACCEPT_TURNS)
         for server in self.servers:
             server.close()
         self._leaving.close_idle()

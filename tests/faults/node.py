@@ -19,6 +19,9 @@ from support.processes import command_of, runs
 
 ENDS_WITHIN_S = 30.0
 METRICS_TIMEOUT_S = 10.0
+# A process that is to be stopped must get a CPU first.
+STOPPED_WITHIN_S = 10.0
+DEAD_WITHIN_S = 10.0
 CORE = "pdmesh.engine.core_process"
 HELPERS = "pdmesh.connector."
 """In the command of a process in which a native transport runs."""
@@ -102,7 +105,9 @@ class Node:
         self.process.kill()
         self.process.wait()
         self._close()
-        wait_until(lambda: not any(runs(each) for each in children), 5.0, f"the children of {self.name} died with it")
+        wait_until(
+            lambda: not any(runs(each) for each in children), DEAD_WITHIN_S, f"the children of {self.name} died with it"
+        )
         self._frozen = []
 
     def terminate(self) -> None:
@@ -190,7 +195,7 @@ class Node:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.suspend()
                 self._frozen.append(each)
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + STOPPED_WITHIN_S
         while any(runs(each) and each.status() != psutil.STATUS_STOPPED for each in processes):
             assert time.monotonic() < deadline, f"{self.name} could not be stopped"
             time.sleep(0.002)

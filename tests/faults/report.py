@@ -33,8 +33,8 @@ In a cell: what the client got, the seconds from its request to the answer's end
 from then until no node held a block, an offer or a lookup any more; where a cell is run over several connectors, the slowest of
 each. `right`: every token is the single engine's. `503`: PeerUnavailable or Draining. `502`: TransferFailed. `connection ended`:
 without the stream's end mark. `left`: the client went away. Before each of the last four there was no token, or only right ones.
-`clock skew 60 s`: the request's decode and proxy have a monotonic clock, and one since boot, a minute ahead; decode's wall clock is
-a minute ahead and the proxy's a minute behind. `restart`: SIGTERM, and the new one as soon as the old has ended.
+`clock skew 60 s`: the request's decode and proxy have a monotonic clock, and one since boot, a minute ahead; decode's wall clock
+is a minute ahead and the proxy's a minute behind. `restart`: SIGTERM, and the new one as soon as the old has ended.
 """
 
 

@@ -103,7 +103,7 @@ class Stage:
         self.proxies = [self._proxy(number) for number in range(count)]
         # One after the other where one needs the other; the engines together.
         self.valkey.start()
-        wait_until(lambda: _listens(self._valkey_address), 10.0, "Valkey")
+        wait_until(lambda: _listens(self._valkey_address), MENDED_WITHIN_S, "Valkey")
         for node in (self.kvcache, *self.engines, *self.proxies):
             node.start()
         self.mend()
@@ -124,7 +124,7 @@ class Stage:
             node.thaw()
             if not node.is_alive:
                 node.start()
-        wait_until(lambda: _listens(self._valkey_address), 10.0, "Valkey")
+        wait_until(lambda: _listens(self._valkey_address), MENDED_WITHIN_S, "Valkey")
         for node in self.nodes:
             node.wait_ready()
         self.announce()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvloop
 
 from pdmesh import http_protocol
 from pdmesh.errors import ConfigError
@@ -17,6 +20,8 @@ from pdmesh.lifecycle import listen
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 WITHIN_S = 10.0
+NUM_KNOCKING = 8
+NUM_CLOSINGS = 3
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -54,6 +59,46 @@ def test_who_is_connected_may_ask_once_more_and_is_told_that_it_was_the_last() -
                 writer.close()
 
     asyncio.run(asyncio.wait_for(scenario(), WITHIN_S))
+
+
+@pytest.mark.parametrize("new_event_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_no_connection_is_reset_when_the_port_is_closed(
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """Who got in is answered, who came later is refused; those in the queue at that moment were reset."""
+    outcomes: Counter[str] = Counter()
+
+    def knock(port: int, over: threading.Event) -> None:
+        while not over.is_set():
+            with socket.socket() as client:
+                client.settimeout(WITHIN_S)
+                try:
+                    client.connect(("127.0.0.1", port))
+                    client.sendall(GET)
+                    outcomes["answered" if client.recv(1000) else "closed"] += 1
+                except OSError as exc:
+                    outcomes[type(exc).__name__] += 1
+                    if isinstance(exc, ConnectionRefusedError):
+                        return
+
+    async def scenario() -> None:
+        over = threading.Event()
+        async with serving(app, listen("127.0.0.1", 0)) as server, asyncio.TaskGroup() as knocking:
+            clients = [knocking.create_task(asyncio.to_thread(knock, server.port, over)) for _ in range(NUM_KNOCKING)]
+            while outcomes["answered"] < NUM_KNOCKING:
+                await asyncio.sleep(0.01)
+            server.leave()
+            await server.stop_listening()
+            outcomes["answered"] = 0
+            await asyncio.wait(clients, timeout=WITHIN_S)
+            over.set()
+            await server.emptied()
+
+    for _ in range(NUM_CLOSINGS):
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(asyncio.wait_for(scenario(), WITHIN_S))
+    assert outcomes["ConnectionRefusedError"] == NUM_KNOCKING * NUM_CLOSINGS, outcomes
+    assert set(outcomes) <= {"answered", "ConnectionRefusedError"}, outcomes
 
 
 def test_a_request_in_the_middle_of_its_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

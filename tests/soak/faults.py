@@ -25,8 +25,8 @@ WAIT_READY_S = 60.0
 """Longest time that a fault waits for its target to be there again."""
 FLIPPED_BITS = 200
 BURST = 24
-BURSTS = {"kill proxy": 8, "restart proxy": 8}
-"""It is the only one: what it has is lost when it is killed, and what comes while it drains is refused."""
+BURSTS = {"kill proxy": 8}
+"""It is the only one: what it has is lost when it is killed."""
 BURST_LEAD_S = (0.02, 0.4)
 """From the beginning of a burst of requests to the fault that meets it: they take about as long."""
 
@@ -78,6 +78,10 @@ class Faults:
                 self._clients.append(self._load.beside(self._load.burst(BURSTS.get(str(event.fault), BURST))))
                 time.sleep(self._rng.uniform(*BURST_LEAD_S))
             self._do(event.fault)
+
+    def owes(self, until_s: float) -> bool:
+        """Whether something that was due by then, seconds into the run, still waits for its target."""
+        return bool(self._events) and self._events[0].at_s <= until_s
 
     def finish(self) -> None:
         """Undo everything, and wait for clients that misbehave. Raises what failed in them."""

@@ -77,7 +77,9 @@ def _soak(
     began_s, paused_s, said_s = time.monotonic(), 0.0, time.monotonic()
     try:
         for window in range(1, settings.num_windows + 1):
-            while (at_s := time.monotonic() - began_s - paused_s) < window * length_s:
+            end_s = window * length_s
+            # On a slow machine it is longer until all is up again that the next fault is for.
+            while (at_s := time.monotonic() - began_s - paused_s) < end_s or faults.owes(end_s):
                 fleet.tick()
                 faults.tick(at_s)
                 if time.monotonic() > said_s + SAY_S:

@@ -58,7 +58,7 @@ async def _leave(config: ProxyConfig, life: Life, generator: MeshGenerator, http
     http.leave()
     if not _is_handed_over(config):
         await asyncio.sleep(config.drain_grace_s)
-    await http.stop_listening()
+    await http.stop_listening(is_shared=_is_handed_over(config))
     life.leaving()
     until_s = time.monotonic() + config.drain_timeout_s
     with contextlib.suppress(TimeoutError):
