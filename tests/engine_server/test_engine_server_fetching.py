@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import math
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,12 +20,14 @@ from pdmesh.engine.messages import AddRequest, DisconnectPeer, TransferEnded
 from pdmesh.engine.server.assembly import Engine
 from pdmesh.engine.server.pull_time import MOST_S, SLOW_LINK_BYTES_S, START_S, PullTimes
 from pdmesh.engine.server.sources import check_owner
+from pdmesh.engine.server.submission import StockLeg
+from pdmesh.engine.server.transfer_params import RemoteKV
 from pdmesh.errors import TransferFailed
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.exchange import Exchange, KVNames
 from pdmesh.protocol.messages import NO_MARKS, GenerateRequest, GroupBlocks, KVMarks
-from pdmesh.protocol.offers import OfferTable
+from pdmesh.protocol.offers import TRANSFER_LEASE_S, OfferTable
 from pdmesh.protocol.states import TransferState
 from pdmesh.protocol.ticket import Ticket, request_digest, seal
 from pdmesh.protocol.transfers import OfferView
@@ -63,10 +67,15 @@ def decode_leg(ticket: Ticket, **fields: Any) -> GenerateRequest:
 
 @asynccontextmanager
 async def owning(
-    made: GenerateRequest, peer_id: str = "owner@1", *, has_sums: bool = False, marks: KVMarks = NO_MARKS
+    made: GenerateRequest,
+    peer_id: str = "owner@1",
+    *,
+    has_sums: bool = False,
+    marks: KVMarks = NO_MARKS,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[tuple[str, OfferTable]]:
     """An owner with one offer; its address and its table."""
-    pool, table = make_pool(SHAPE, filled=True), OfferTable()
+    pool, table = make_pool(SHAPE, filled=True), OfferTable(clock)
     table.open("o", request_id="r", digest=request_digest(made.token_ids, cache_salt=made.cache_salt))
     table.seal("o", [BLOCKS], len(made.token_ids), marks)
     owner = PoolOwner(
@@ -244,6 +253,51 @@ def test_damaged_kv_is_counted_and_told_once_for_a_peer(caplog: pytest.LogCaptur
             assert counted(engine, "pdmesh_fallbacks_total", reason="corrupt") == 2
             await until(lambda: not table.num_transfers)
         assert sum("is not what was summed there" in record.message for record in caplog.records) == 1
+
+    play(scene)
+
+
+@pytest.mark.parametrize("flow", ["ticket", "stock"])
+def test_a_transfer_is_renewed_while_its_request_is_queued(flow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner ended it after 30 s, and let the blocks go, while its request waited for its turn; here it counted as failed
+    after 40 s. What was pulled then was told as expired there, or stale."""
+    monkeypatch.setattr("pdmesh.connector.peers.RENEW_INTERVAL_S", 0.02)
+    made, leap_s = request("r", deadline_s=300.0), 0.0
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        nonlocal leap_s
+        async with owning(made, clock=lambda: time.monotonic() + leap_s) as (address, table):
+            if flow == "ticket":
+                submitted(engine, decode_leg(ticket_of(made, address), deadline_s=300.0))
+            else:
+                remote = RemoteKV(
+                    engine_id="owner",
+                    offer_id="o",
+                    host="127.0.0.1",
+                    port=int(address.rpartition(":")[2]),
+                    groups=[msgspec.structs.replace(BLOCKS, generations=[])],
+                    num_tokens=40,
+                )
+                engine.servicer._submission.submit(made, Inbox(), StockLeg(remote=remote))
+            await until(lambda: core.sent and isinstance(core.sent[-1], AddRequest))
+            source = core.added().source
+            assert source is not None
+            for _ in range(20):
+                leap_s += 0.8 * TRANSFER_LEASE_S
+                due_s = leap_s + time.monotonic() + 0.5 * TRANSFER_LEASE_S
+                await until(lambda due_s=due_s: (table.next_deadline() or math.inf) > due_s)
+                assert table.outcome_of(source.transfer_id) is TransferState.READING
+            [fetch] = engine.servicer._submission._sources._fetches._open.values()
+            assert fetch.timer is not None
+            assert fetch.timer.when() > asyncio.get_running_loop().time() + 280.0
+            ended = TransferEnded(
+                transfer_id=source.transfer_id, peer_id="owner@1", request_id="r", committed=True, reason=""
+            )
+            await core.say(transfers=[ended])
+            await until(lambda: not table.num_transfers)
+            assert table.transfers_ended == {TransferState.COMMITTED: 1}
+            assert counted(engine, "pdmesh_transfers_total", outcome="committed") == 1
+            assert counted(engine, "pdmesh_transfers_total", outcome="failed") == 0
 
     play(scene)
 

@@ -1,6 +1,7 @@
 """An arena at work: its slots, the offers that pin them, the owner's rpc half, and the puller that fills them."""
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
@@ -118,7 +119,8 @@ class ArenaHost:
         blocks = self.arena.blocks_of(group, slots)
         if not self.offers.seal(transfer_id, [blocks], 0):
             raise DeadlineExceeded("the lookup's offer has expired")
-        self.offers.begin(transfer_id, consumer_id, transfer_id, b"")
+        # How long its request lives the lookup does not say: the consumer, which reads when the request gets its turn, renews.
+        self.offers.begin(transfer_id, consumer_id, transfer_id, b"", remaining_s=math.inf)
         self.owner.settle()
         return blocks
 

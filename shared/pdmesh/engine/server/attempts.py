@@ -30,8 +30,8 @@ class Target:
     origin: Origin
     address: str
     """gRPC `host:port` of the owner."""
-    deadline_s: float
-    """Seconds for the whole pull."""
+    reach_s: float
+    """Seconds for a handshake with the owner."""
     is_owner: Callable[[str], bool] = lambda peer_id: True
     """Whether the process with this peer id is the one the request means."""
     owner_start: str = ""
@@ -106,14 +106,14 @@ class Attempts:
             exchange=peer.exchange,
             layouts=peer.layouts,
         )
-        self._fetches.open(fetch, target.deadline_s)
+        self._fetches.open(fetch)
         return fetch
 
     async def _owner(self, target: Target) -> Peer:
-        peer = await self._peers.reach(target.address, target.deadline_s, owner=target.owner_start)
+        peer = await self._peers.reach(target.address, target.reach_s, owner=target.owner_start)
         if not target.is_owner(peer.peer_id):
             # Either side may be behind: the peer known here, or who named the owner. A live peer is not dropped for that.
-            peer = await self._peers.confirm(peer, target.deadline_s)
+            peer = await self._peers.confirm(peer, target.reach_s)
         if not target.is_owner(peer.peer_id):
             raise _restarted(target, peer.peer_id)
         return peer

@@ -22,7 +22,7 @@ from pdmesh.protocol.states import TRANSFER_TABLE, TransferEvent, TransferState,
 
 log = logging.getLogger(__name__)
 
-# The core gives a pull up at its deadline; one that it has not reported by then is lost.
+# The core gives a request's pull up with the request; one that it has not reported by then is lost.
 REPORT_GRACE_S = 10.0
 NIXL = "nixl"
 MAX_CORRUPT_PEERS = 1024
@@ -112,6 +112,14 @@ class Fetch:
         self.state = TRANSFER_TABLE[self.state, event]
 
 
+def lifetime_s(running: RunningRequest) -> float:
+    """Seconds for which a transfer of a request may be renewed: it is queued perhaps, and reads when there is room.
+
+    Both ends count with the same, so that neither ends what the other still uses.
+    """
+    return running.remaining_s + REPORT_GRACE_S
+
+
 class Tasks(Protocol):
     """Where short calls to other services run; a TaskGroup."""
 
@@ -134,10 +142,10 @@ class Fetches:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, fetch: Fetch, deadline_s: float) -> None:
+    def open(self, fetch: Fetch) -> None:
         """Note a pull before its begin is sent: from then on its owner waits to hear of its end."""
         loop = asyncio.get_running_loop()
-        fetch.timer = loop.call_later(deadline_s + REPORT_GRACE_S, self._end, fetch, False, "unreported")
+        fetch.timer = loop.call_later(lifetime_s(fetch.running), self._end, fetch, False, "unreported")
         self._open[fetch.transfer_id] = fetch
 
     def begun(self, fetch: Fetch, num_blocks: int) -> None:

@@ -14,7 +14,7 @@ START_S = 6.0
 # A third of what one core converts of int8, the slowest: docs/architecture.md.
 SLOW_CONVERSION_BYTES_S = 25e6
 MOST_S = 30.0
-"""A pull of a whole context takes seconds at most; the owner lets it read no longer."""
+"""A pull of a whole context takes seconds at most, counted from when it starts: before, it may be queued for minutes."""
 
 
 class PullTimes:

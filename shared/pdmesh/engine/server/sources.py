@@ -15,7 +15,7 @@ from pdmesh.config import EngineConfig
 from pdmesh.connector.peers import Peer, PeerDirectory
 from pdmesh.engine.messages import CoreReady, NeedsSource
 from pdmesh.engine.server.attempts import Attempts, Target, reason_of
-from pdmesh.engine.server.fetches import ABORTED, Fetch, Fetches, Origin
+from pdmesh.engine.server.fetches import ABORTED, Fetch, Fetches, Origin, lifetime_s
 from pdmesh.engine.server.identity import engine_id_of
 from pdmesh.engine.server.kv_peers import KVPeers
 from pdmesh.engine.server.metrics import EngineMetrics
@@ -142,7 +142,7 @@ class Sources:
             running=running,
             origin=Origin.TICKET,
             address=ticket.address,
-            deadline_s=_fetch_time_s(running),
+            reach_s=_reach_time_s(running),
             is_owner=ticket.peer_id.__eq__,
             owner_start=ticket.peer_id,
             owner_name=ticket.peer_id,
@@ -156,7 +156,7 @@ class Sources:
             running=running,
             origin=Origin.STOCK,
             address=await self._allowed.admit(remote.host, remote.port),
-            deadline_s=_fetch_time_s(running),
+            reach_s=_reach_time_s(running),
             is_owner=lambda peer_id: engine_id_of(peer_id) == remote.engine_id,
             owner_name=remote.engine_id,
         )
@@ -177,7 +177,7 @@ class Sources:
                 offer_id=offer_id,
                 digest=target.running.digest,
                 groups=groups,
-                remaining_s=target.deadline_s,
+                remaining_s=lifetime_s(target.running),
                 connector=connector,
             )
 
@@ -196,9 +196,9 @@ class Sources:
     async def _begin_at_tier(self, running: RunningRequest, keys: list[bytes]) -> tuple[Fetch, OfferView] | None:
         if self._tier is None or not keys:
             return None
-        deadline_s = _fetch_time_s(running)
-        target = Target(running=running, origin=Origin.TIER, address=self._tier.address, deadline_s=deadline_s)
-        return await self._tier.find(partial(self._attempts.begin, target), keys, deadline_s)
+        reach_s = _reach_time_s(running)
+        target = Target(running=running, origin=Origin.TIER, address=self._tier.address, reach_s=reach_s)
+        return await self._tier.find(partial(self._attempts.begin, target), keys, reach_s)
 
     def _source(self, fetch: Fetch, view: OfferView, *, fail_policy: str) -> KVSource:
         """What the core is to pull, and how long that may take beside the pulls that are under way."""
@@ -270,5 +270,5 @@ def _as_transfer_failure(error: PeerError) -> PeerError:
     return error
 
 
-def _fetch_time_s(running: RunningRequest) -> float:
+def _reach_time_s(running: RunningRequest) -> float:
     return min(MOST_S, running.remaining_s)
