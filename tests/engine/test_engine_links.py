@@ -83,9 +83,7 @@ def test_peers_that_went_leave_nothing(when: str) -> None:
         for number in range(6):
             links.disconnect(str(number))
         assert connector.connected == set()
-        assert not links._unwanted
-        assert not links._connecting
-        assert not links._connectors_of
+        assert not len(links._attachments)
         assert not len(links._detours)
     finally:
         links.close()

@@ -8,10 +8,9 @@ import logging
 import os
 import queue
 import threading
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pdmesh.connector.active import PullEnd, error_reason
+from pdmesh.connector.active import ERROR_PREFIX, PullEnd, error_reason
 from pdmesh.connector.base import (
     PeerPool,
     Publication,
@@ -25,9 +24,10 @@ from pdmesh.connector.base import (
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.ways import way_of
 from pdmesh.engine.alarm import Alarm
+from pdmesh.engine.attachments import Attachments
 from pdmesh.engine.conversion import ConvertingPull
 from pdmesh.engine.detours import Detours, Journey
-from pdmesh.engine.messages import ConnectorChanged, ConnectPeer, OfferPublished, PeerConnected
+from pdmesh.engine.messages import ConnectorChanged, ConnectPeer, OfferPublished, PeerConnected, Use
 from pdmesh.engine.push_messages import WritersShutOut
 from pdmesh.engine.staged_pulls import StagedPulls
 from pdmesh.errors import MeshError
@@ -49,6 +49,14 @@ class EndedPull:
     connector: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """Where a write of a push goes."""
+
+    peer_id: str
+    connector: str
+
+
 class Links:
     """Connections of this core's pool to those of its peers. Owns the connectors.
 
@@ -57,18 +65,15 @@ class Links:
 
     def __init__(self, connectors: dict[str, WorkerConnector], pool: KVPool | None = None) -> None:
         self._connectors = connectors
-        self._connectors_of: dict[str, list[str]] = {}
-        """Peer id -> the connectors it is connected over; last the one that was connected last."""
-        self._writes: dict[str, str] = {}
-        """Writes of pushes that have not ended, with their connectors."""
+        self._attachments = Attachments()
+        self._writes: dict[str, _Write] = {}
+        """Writes of pushes that have not ended."""
+        self._lost: set[str] = set()
+        """Transfers that are stopped because their peer was let go."""
         self._pulls: dict[str, Journey] = {}
         """By transfer id, while they run."""
         self._detours = Detours()
         self._refused: list[EndedPull] = []
-        self._unwanted: set[str] = set()
-        """Peers to forget as soon as they are connected; each has an order under way."""
-        self._connecting: Counter[str] = Counter()
-        """Orders under way, by peer id."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = threading.Lock()
         self._is_closed = False
@@ -103,12 +108,13 @@ class Links:
 
     def connect(self, order: ConnectPeer) -> None:
         """Begin to connect a peer; the answer comes from `take_news`."""
-        self._unwanted.discard(order.peer_id)
-        self._detours.tell(order)
+        self._attachments.want(order)
+        if order.use is Use.PULL:
+            self._detours.tell(order)
         self._connect_aside(order)
 
     def _connect_aside(self, order: ConnectPeer) -> None:
-        self._connecting[order.peer_id] += 1
+        self._attachments.begin(order)
         self._orders.put(order)
 
     def take_news(self) -> list[News]:
@@ -123,28 +129,37 @@ class Links:
             news.append(message)
             if not isinstance(message, PeerConnected):
                 continue
-            self._connecting[message.peer_id] -= 1
-            if not message.error:
-                names = [each for each in self._connectors_of.get(message.peer_id, []) if each != message.connector]
-                self._connectors_of[message.peer_id] = [*names, message.connector]
-                if message.peer_id in self._unwanted:
-                    self.disconnect(message.peer_id)
+            if self._attachments.arrived(message):
+                self.disconnect(message.peer_id, message.use)
+            for name in self._attachments.strays(message.peer_id):
+                self._connectors[name].disconnect(message.peer_id)
+            if message.use is Use.PUSH:
+                continue
             for journey in self._detours.arrived(message.peer_id, message.connector):
                 self._go_on(journey, message.error)
-            if message.error and message.peer_id not in self._connectors_of:
+            if message.error and not self._attachments.names(message.peer_id, Use.PULL):
                 self._forget_ways(message.peer_id)
-            if not self._connecting[message.peer_id]:
-                del self._connecting[message.peer_id]
-                self._unwanted.discard(message.peer_id)
         return news
 
-    def disconnect(self, peer_id: str) -> None:
-        """Forget a peer; its pulls end with `peer_lost`."""
-        if peer_id in self._connecting:
-            self._unwanted.add(peer_id)
-        for name in self._connectors_of.pop(peer_id, []):
+    def disconnect(self, peer_id: str, use: Use = Use.PULL) -> None:
+        """Forget a peer for a use; its pulls, or the writes to it, end with `peer_lost`."""
+        released = self._attachments.release(peer_id, use)
+        for name in released.gone:
             self._connectors[name].disconnect(peer_id)
-        self._forget_ways(peer_id)
+        for name in released.kept:
+            self._stop(peer_id, use, name)
+        if use is Use.PULL:
+            self._forget_ways(peer_id)
+
+    def _stop(self, peer_id: str, use: Use, name: str) -> None:
+        """Stop what is under way for one use of a connection that the other keeps."""
+        if use is Use.PULL:
+            ids = [key for key, each in self._pulls.items() if (each.pull.peer_id, each.connector) == (peer_id, name)]
+        else:
+            ids = [key for key, each in self._writes.items() if each == _Write(peer_id, name)]
+        for transfer_id in ids:
+            self._lost.add(transfer_id)
+            self.cancel(transfer_id)
 
     def _forget_ways(self, peer_id: str) -> None:
         for journey in self._detours.forget(peer_id):
@@ -174,7 +189,7 @@ class Links:
                 self._refuse(pull, "", error_reason(f"{type(exc).__name__}: {exc}"))
 
     def _start(self, pull: Pull | Push) -> None:
-        names = self._connectors_of.get(pull.peer_id, [])
+        names = self._attachments.names(pull.peer_id, Use.PUSH if isinstance(pull, Push) else Use.PULL)
         if isinstance(pull, Push):
             names = [each for each in names if isinstance(self._connectors[each], PushConnector)]
         wanted = pull.connector if isinstance(pull, Pull) else ""
@@ -197,7 +212,7 @@ class Links:
             log.exception("write %s could not be started over %s", push.transfer_id, name)
             self._refuse(push, name, f"error:{type(exc).__name__}: {exc}")
             return
-        self._writes[push.transfer_id] = name
+        self._writes[push.transfer_id] = _Write(push.peer_id, name)
 
     def _begin(self, journey: Journey) -> None:
         """Have a pull's connector carry it out."""
@@ -213,7 +228,8 @@ class Links:
     def _detour(self, journey: Journey, result: PullResult) -> bool:
         """Have a pull that its connector failed go on over the next one, if there is one."""
         way = self._detours.next_way(journey, result)
-        if way is None or way.connector not in self._connectors or journey.pull.peer_id not in self._connectors_of:
+        names = self._attachments.names(journey.pull.peer_id, Use.PULL)
+        if way is None or way.connector not in self._connectors or not names:
             return False
         log.warning(
             "pull %s from %s failed over %s (%s) and goes on over %s",
@@ -225,7 +241,7 @@ class Links:
         )
         journey.failed.append(journey.connector)
         journey.connector, journey.result = way.connector, result
-        if way.connector in self._connectors_of[journey.pull.peer_id]:
+        if way.connector in names:
             self._begin(journey)
         else:
             self._detours.wait(journey)
@@ -248,8 +264,8 @@ class Links:
         if journey is not None:
             journey.is_cancelled = True
             self._connectors[journey.connector].cancel(transfer_id)
-        elif (name := self._writes.get(transfer_id)) is not None:
-            self._connectors[name].cancel(transfer_id)
+        elif (write := self._writes.get(transfer_id)) is not None:
+            self._connectors[write.connector].cancel(transfer_id)
         elif (waiting := self._detours.cancel(transfer_id)) is not None:
             self._refuse(waiting.pull, waiting.failed[-1], PullEnd.CANCELLED)
         elif self._staged is not None:
@@ -270,10 +286,16 @@ class Links:
         ended, self._refused = self._refused, []
         if self._pulls or self._writes:
             for name, connector in self._connectors.items():
-                for result in connector.poll():
-                    journey = self._pulls.pop(result.transfer_id, None)
+                for each in connector.poll():
+                    journey = self._pulls.pop(each.transfer_id, None)
+                    write = self._writes.pop(each.transfer_id, None)
+                    if each.reason == PEER_LOST or each.reason.startswith(ERROR_PREFIX):
+                        peer_id = (
+                            journey.pull.peer_id if journey is not None else "" if write is None else write.peer_id
+                        )
+                        self._attachments.suspect(peer_id, name)
+                    result = self._judged(each)
                     if journey is None:
-                        self._writes.pop(result.transfer_id, None)
                         ended.append(EndedPull(result, name))
                     elif not self._detour(journey, result):
                         instead_of = journey.failed[-1] if journey.failed else ""
@@ -287,6 +309,13 @@ class Links:
             else:
                 whole.append(each)
         return whole + [EndedPull(each.result, each.connector) for each in self._staged.poll()]
+
+    def _judged(self, result: PullResult) -> PullResult:
+        """Say of what was stopped with its peer what had become of it."""
+        if result.transfer_id not in self._lost:
+            return result
+        self._lost.remove(result.transfer_id)
+        return replace(result, reason=PEER_LOST) if result.reason == PullEnd.CANCELLED else result
 
     def close(self) -> None:
         """End all pulls and the connectors with them."""
@@ -320,7 +349,8 @@ class Links:
 
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
-            self._tell(PeerConnected(peer_id=order.peer_id, connector=order.connector, error=self._connect(order)))
+            error = self._connect(order)
+            self._tell(PeerConnected(peer_id=order.peer_id, connector=order.connector, error=error, use=order.use))
 
     def _tell_changed(self, connector: str, metadata: bytes) -> None:
         self._tell(ConnectorChanged(connector=connector, metadata=metadata))
@@ -347,6 +377,8 @@ class Links:
             return (
                 "its blocks have another layout, and this engine has no staging area to convert them (kv-staging-bytes)"
             )
+        if self._attachments.stands(order):
+            return ""
         peer = PeerPool(
             peer_id=order.peer_id,
             metadata=order.metadata,
@@ -357,8 +389,11 @@ class Links:
         try:
             connector.connect(peer)
         except MeshError as exc:
+            self._attachments.suspect(order.peer_id, order.connector)
             return exc.message
         except Exception as exc:  # the thread's top: a bad peer must not end it
+            self._attachments.suspect(order.peer_id, order.connector)
             log.exception("connecting %s over %s failed", order.peer_id, order.connector)
             return f"{type(exc).__name__}: {exc}"
+        self._attachments.connected(order)
         return ""

@@ -4,6 +4,8 @@ The server process never sees a tensor; the core never sees a socket to another 
 `protocol.messages.GenerateRequest`, answers `ChoiceDelta`.
 """
 
+from enum import StrEnum
+
 import msgspec
 
 from pdmesh.engine.push_messages import (
@@ -71,8 +73,15 @@ class OtherWay(msgspec.Struct, frozen=True, kw_only=True):
     metadata: bytes
 
 
+class Use(StrEnum):
+    """What a peer is connected for; one that is for both is connected and let go for each by itself."""
+
+    PULL = "pull"
+    PUSH = "push"
+
+
 class ConnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Prepare to pull from a pool; answered by PeerConnected."""
+    """Prepare to pull from a pool, or to write into it; answered by PeerConnected."""
 
     peer_id: str
     connector: str
@@ -83,10 +92,12 @@ class ConnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of its blocks, where they are not those of the pool here."""
     others: list[OtherWay] = []
     """What a pull may go on over when this connector fails it, in order."""
+    use: Use = Use.PULL
 
 
 class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peer_id: str
+    use: Use = Use.PULL
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -253,6 +264,7 @@ class PeerConnected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peer_id: str
     connector: str
     error: str = ""
+    use: Use = Use.PULL
 
 
 class ConnectorChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):

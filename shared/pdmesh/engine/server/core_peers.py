@@ -4,7 +4,7 @@ import asyncio
 from typing import Protocol
 
 from pdmesh.connector.base import PeerPool
-from pdmesh.engine.messages import ConnectPeer, DisconnectPeer, OtherWay, PeerConnected, ToCore
+from pdmesh.engine.messages import ConnectPeer, DisconnectPeer, OtherWay, PeerConnected, ToCore, Use
 from pdmesh.errors import HandshakeRefused, PeerUnavailable
 
 # A worker half may block 5 s in connect; a step may run before it is asked.
@@ -22,11 +22,11 @@ class CorePeers:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._waiting: dict[tuple[str, str], asyncio.Future[PeerConnected]] = {}
+        self._waiting: dict[tuple[str, str, Use], asyncio.Future[PeerConnected]] = {}
 
-    async def attach(self, pool: PeerPool, connector: str) -> None:
-        """Make `pool` readable for the core. Raises HandshakeRefused when its memory cannot be reached."""
-        key = (pool.peer_id, connector)
+    async def attach(self, pool: PeerPool, connector: str, use: Use = Use.PULL) -> None:
+        """Have the core reach `pool`. Raises HandshakeRefused when its memory cannot be reached."""
+        key = (pool.peer_id, connector, use)
         answer = self._waiting.setdefault(key, asyncio.get_running_loop().create_future())
         self._core.send(
             ConnectPeer(
@@ -37,6 +37,7 @@ class CorePeers:
                 block_bytes=pool.block_bytes,
                 layouts=list(pool.layouts),
                 others=[OtherWay(connector=way.connector, metadata=way.metadata) for way in pool.others],
+                use=use,
             )
         )
         try:
@@ -49,9 +50,9 @@ class CorePeers:
         if connected.error:
             raise HandshakeRefused(f"{pool.peer_id} over {connector}: {connected.error}")
 
-    def detach(self, peer_id: str) -> None:
-        """Let the core forget a peer; pulls from it end as `peer_lost`."""
-        self._core.send(DisconnectPeer(peer_id=peer_id))
+    def detach(self, peer_id: str, use: Use = Use.PULL) -> None:
+        """Let the core forget a peer for a use; its pulls, or pushes, end as `peer_lost`."""
+        self._core.send(DisconnectPeer(peer_id=peer_id, use=use))
 
     def send(self, message: ToCore) -> None:
         """Hand a message about an attached peer over."""
@@ -59,6 +60,6 @@ class CorePeers:
 
     def connected(self, message: PeerConnected) -> None:
         """Deliver the core's answer."""
-        answer = self._waiting.get((message.peer_id, message.connector))
+        answer = self._waiting.get((message.peer_id, message.connector, message.use))
         if answer is not None and not answer.done():
             answer.set_result(message)

@@ -15,7 +15,7 @@ import grpc.aio
 
 from pdmesh.connector.base import PeerPool
 from pdmesh.connector.owner import PoolOwner
-from pdmesh.engine.messages import CoreReady
+from pdmesh.engine.messages import CoreReady, Use
 from pdmesh.engine.push_messages import BeginPush, PushReport, StopPush
 from pdmesh.engine.server.attempts import reason_of
 from pdmesh.engine.server.core_peers import Core, CorePeers
@@ -218,7 +218,7 @@ class OutgoingPushes:
                 num_blocks=order.num_blocks,
                 block_bytes=order.block_bytes,
             )
-            await self._core_peers.attach(pool, order.connector)
+            await self._core_peers.attach(pool, order.connector, Use.PUSH)
             self._attached[consumer_id] = order.metadata
             self._forget_idle(consumer_id)
 
@@ -231,7 +231,7 @@ class OutgoingPushes:
 
     def _forget(self, consumer_id: str) -> None:
         if self._attached.pop(consumer_id, None) is not None:
-            self._core_peers.detach(consumer_id)
+            self._core_peers.detach(consumer_id, Use.PUSH)
 
     def _stop_needless(self) -> None:
         """Stop writing for transfers that have ended, and out of offers that nobody needs any more."""

@@ -1,0 +1,127 @@
+"""What each peer is attached for, and over which connectors: pulls from it and pushes to it live and end apart from each other.
+
+Both may use one connector's connection. It ends with the last of the two, and is not made anew under the other while it stands:
+that would cut off what is under way.
+"""
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+from pdmesh.engine.messages import ConnectPeer, PeerConnected, Use
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Connectors of an attachment that is over."""
+
+    gone: list[str]
+    """To disconnect."""
+    kept: list[str]
+    """That the peer's other attachment still uses."""
+
+
+class Attachments:
+    """The table. The loop's, but for what the thread that connects asks and says: `stands`, `connected` and `suspect`."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, Use], list[str]] = {}
+        """Last the connector that was connected last."""
+        self._orders: dict[tuple[str, str], ConnectPeer] = {}
+        """(peer, connector) -> how it was connected last."""
+        self._suspects: set[tuple[str, str]] = set()
+        """Connections over which something has failed since."""
+        self._connecting: Counter[tuple[str, Use, str]] = Counter()
+        """Orders under way."""
+        self._unwanted: set[tuple[str, Use]] = set()
+        """To be let go as soon as they are connected; each has an order under way."""
+        self._lock = threading.Lock()
+        """Of the connections."""
+
+    def __len__(self) -> int:
+        return len(self._names) + len(self._orders) + len(self._connecting) + len(self._unwanted) + len(self._suspects)
+
+    def names(self, peer_id: str, use: Use) -> list[str]:
+        """Return the connectors that a peer is attached over for a use."""
+        return self._names.get((peer_id, use), [])
+
+    def begin(self, order: ConnectPeer) -> None:
+        """Note an order that is given now."""
+        self._connecting[order.peer_id, order.use, order.connector] += 1
+
+    def want(self, order: ConnectPeer) -> None:
+        """Somebody uses the peer again."""
+        self._unwanted.discard((order.peer_id, order.use))
+
+    def stands(self, order: ConnectPeer) -> bool:
+        """Whether a peer is connected just so already, and nothing speaks against it."""
+        key = (order.peer_id, order.connector)
+        with self._lock:
+            known = self._orders.get(key)
+            return known is not None and key not in self._suspects and _how(known) == _how(order)
+
+    def connected(self, order: ConnectPeer) -> None:
+        """A connector has connected a peer anew."""
+        key = (order.peer_id, order.connector)
+        with self._lock:
+            self._orders[key] = order
+            self._suspects.discard(key)
+
+    def suspect(self, peer_id: str, connector: str) -> None:
+        """Something has failed over a connection."""
+        with self._lock:
+            if (peer_id, connector) in self._orders:
+                self._suspects.add((peer_id, connector))
+
+    def arrived(self, answer: PeerConnected) -> bool:
+        """Take the end of an order; whether its attachment is to be let go at once."""
+        peer_id, use, connector = answer.peer_id, answer.use, answer.connector
+        self._connecting[peer_id, use, connector] -= 1
+        self._connecting += Counter()
+        if not answer.error:
+            names = self._names.setdefault((peer_id, use), [])
+            names[:] = [*(each for each in names if each != connector), connector]
+        is_unwanted = (peer_id, use) in self._unwanted
+        if not self._is_connecting(peer_id, use):
+            self._unwanted.discard((peer_id, use))
+        return is_unwanted and not answer.error
+
+    def release(self, peer_id: str, use: Use) -> Released:
+        """End an attachment, and one that is being made."""
+        if self._is_connecting(peer_id, use):
+            self._unwanted.add((peer_id, use))
+        names, used = self._names.pop((peer_id, use), []), self._used(peer_id)
+        released = Released(
+            gone=[each for each in names if each not in used], kept=[each for each in names if each in used]
+        )
+        self._forget(peer_id, released.gone)
+        return released
+
+    def strays(self, peer_id: str) -> list[str]:
+        """Take out the connectors over which a peer is connected and that nobody uses, or is about to."""
+        used = self._used(peer_id)
+        with self._lock:
+            found = [connector for each, connector in self._orders if each == peer_id and connector not in used]
+        self._forget(peer_id, found)
+        return found
+
+    def _used(self, peer_id: str) -> set[str]:
+        """Connectors over which a peer is attached or about to be."""
+        attached = (name for use in Use for name in self.names(peer_id, use))
+        return {*attached, *(name for use in Use for name in self._connectors_under_way(peer_id, use))}
+
+    def _forget(self, peer_id: str, connectors: list[str]) -> None:
+        with self._lock:
+            for connector in connectors:
+                self._orders.pop((peer_id, connector), None)
+                self._suspects.discard((peer_id, connector))
+
+    def _is_connecting(self, peer_id: str, use: Use) -> bool:
+        return bool(self._connectors_under_way(peer_id, use))
+
+    def _connectors_under_way(self, peer_id: str, use: Use) -> list[str]:
+        return [name for each, of, name in self._connecting if (each, of) == (peer_id, use)]
+
+
+def _how(order: ConnectPeer) -> tuple[object, ...]:
+    return (order.metadata, order.num_blocks, order.block_bytes, order.layouts)

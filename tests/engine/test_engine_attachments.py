@@ -1,0 +1,180 @@
+"""A peer that is pulled from and pushed to: each of the two lives and ends by itself, also over one connection."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, Push, PushConnector, ReadInPlace
+from pdmesh.connector.pool import KVPool
+from pdmesh.engine.links import Links
+from pdmesh.engine.messages import ConnectPeer, PeerConnected, Use
+from pdmesh.errors import HandshakeRefused
+
+PULL = Pull(
+    transfer_id="t", peer_id="p", source_block_ids=[0], generations=[1], target_block_ids=[0], deadline_s=20.0, connector="nixl"
+)  # fmt: skip
+PUSH = Push(transfer_id="w", peer_id="p", source_block_ids=[0], target_block_ids=[0], deadline_s=20.0)
+
+
+class Connector(FixedMetadata, ReadInPlace, PushConnector):
+    """Reads and writes; ends what the test says, and what is under way when its peer is connected anew or let go."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.connected: dict[str, bytes] = {}
+        self.num_connects = 0
+        self.refusal = ""
+        self.running: set[str] = set()
+        self._results: list[PullResult] = []
+        self._fd = os.eventfd(0)
+
+    def register(self, pool: KVPool) -> bytes:
+        return b""
+
+    def connect(self, peer: PeerPool) -> None:
+        self.num_connects += 1
+        self._end_all()
+        if self.refusal:
+            self.connected.pop(peer.peer_id, None)
+            raise HandshakeRefused(self.refusal)
+        self.connected[peer.peer_id] = peer.metadata
+
+    def disconnect(self, peer_id: str) -> None:
+        if self.connected.pop(peer_id, None) is not None:
+            self._end_all()
+
+    def start(self, pull: Pull) -> None:
+        self.running.add(pull.transfer_id)
+
+    def push(self, push: Push) -> None:
+        self.running.add(push.transfer_id)
+
+    def shut_out(self, on_done: Callable[[], None]) -> None:
+        on_done()
+
+    def cancel(self, transfer_id: str) -> None:
+        self.end(transfer_id, "cancelled")
+
+    def end(self, transfer_id: str, reason: str = "") -> None:
+        self.running.remove(transfer_id)
+        self._results.append(PullResult(transfer_id=transfer_id, reason=reason, num_bytes=1, duration_s=0.1))
+
+    def poll(self) -> list[PullResult]:
+        results, self._results = self._results, []
+        return results
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _end_all(self) -> None:
+        for transfer_id in list(self.running):
+            self.end(transfer_id, "peer_lost")
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.nixl, self.grpc = Connector("nixl"), Connector("grpc")
+        self.links = Links({"nixl": self.nixl, "grpc": self.grpc})
+
+    def connect(self, use: Use, connector: str = "nixl", metadata: bytes = b"m") -> str:
+        self.links.connect(
+            ConnectPeer(peer_id="p", connector=connector, metadata=metadata, num_blocks=1, block_bytes=64, use=use)
+        )
+        end_s = time.monotonic() + 10
+        while time.monotonic() < end_s:
+            for message in self.links.take_news():
+                assert isinstance(message, PeerConnected)
+                assert message.use is use
+                return message.error
+        raise AssertionError("connecting was not answered")
+
+    def begin(self) -> None:
+        self.links.start(PULL)
+        self.links.start(PUSH)
+        assert self.nixl.running == {"t", "w"}
+
+    def ended(self) -> dict[str, str]:
+        return {each.result.transfer_id: each.result.reason for each in self.links.poll()}
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.links.close()
+
+
+@pytest.mark.parametrize("first", list(Use))
+@pytest.mark.parametrize("lost", list(Use))
+def test_the_loss_of_one_leaves_the_other_alone(scene: Scene, first: Use, lost: Use) -> None:
+    """Either end of the two cut off both, for they are one connection."""
+    other = next(each for each in Use if each is not lost)
+    for use in (first, next(each for each in Use if each is not first)):
+        assert scene.connect(use) == ""
+    scene.begin()
+    scene.links.disconnect("p", lost)
+    assert scene.ended() == {("t" if lost is Use.PULL else "w"): "peer_lost"}
+    [survivor] = scene.nixl.running
+    assert survivor == ("t" if other is Use.PULL else "w")
+    scene.nixl.end(survivor)
+    assert scene.ended() == {survivor: ""}
+    # Nothing more begins for the one that was let go.
+    scene.links.start(PULL if lost is Use.PULL else PUSH)
+    assert list(scene.ended().values()) == ["peer_lost"]
+    assert scene.nixl.connected == {"p": b"m"}
+    scene.links.disconnect("p", other)
+    assert scene.nixl.connected == {}
+    assert not len(scene.links._attachments)
+
+
+def test_what_stands_is_not_connected_anew_under_the_other(scene: Scene) -> None:
+    scene.connect(Use.PULL)
+    scene.links.start(PULL)
+    scene.connect(Use.PUSH)
+    assert scene.nixl.num_connects == 1
+    assert scene.nixl.running == {"t"}
+    # The peer is reached in another way now: what was under way is over anyhow.
+    scene.connect(Use.PUSH, metadata=b"new")
+    assert scene.nixl.connected == {"p": b"new"}
+    assert scene.ended() == {"t": "peer_lost"}
+
+
+@pytest.mark.parametrize("reason", ["peer_lost", "error:it broke"])
+def test_a_connection_that_something_failed_over_is_made_anew(scene: Scene, reason: str) -> None:
+    scene.connect(Use.PULL)
+    scene.connect(Use.PUSH)
+    scene.begin()
+    scene.nixl.end("w", reason)
+    assert scene.ended() == {"w": reason}
+    scene.links.disconnect("p", Use.PUSH)
+    scene.connect(Use.PUSH)
+    assert scene.nixl.num_connects == 2
+
+
+def test_one_that_cannot_be_made_anew_is_no_ones(scene: Scene) -> None:
+    scene.connect(Use.PULL)
+    scene.nixl.refusal = "no"
+    assert scene.connect(Use.PUSH, metadata=b"new") == "no"
+    scene.nixl.refusal = ""
+    # It does not stand: the next one is made.
+    scene.connect(Use.PUSH)
+    assert scene.nixl.connected == {"p": b"m"}
+    for use in Use:
+        scene.links.disconnect("p", use)
+    assert scene.nixl.connected == {}
+    assert not len(scene.links._attachments)
+
+
+def test_connectors_of_one_use_only_go_with_it(scene: Scene) -> None:
+    scene.connect(Use.PULL)
+    scene.connect(Use.PULL, "grpc")
+    scene.connect(Use.PUSH)
+    scene.links.disconnect("p", Use.PULL)
+    assert (scene.grpc.connected, scene.nixl.connected) == ({}, {"p": b"m"})
