@@ -71,7 +71,9 @@ class HeldCore:
             case ConnectPeer():
                 # Every peer's memory is within reach.
                 self._connector = message.connector
-                self._said.put_nowait(PeerConnected(peer_id=message.peer_id, connector=message.connector))
+                self._said.put_nowait(
+                    PeerConnected(peer_id=message.peer_id, connector=message.connector, use=message.use)
+                )
             case PullOwnBlock() if self._connector not in self.mute:
                 error = self.broken.get(self._connector, "")
                 self._said.put_nowait(OwnBlockPulled(number=message.number, error=error))
