@@ -286,15 +286,15 @@ class Links:
         ended, self._refused = self._refused, []
         if self._pulls or self._writes:
             for name, connector in self._connectors.items():
-                for each in connector.poll():
-                    journey = self._pulls.pop(each.transfer_id, None)
-                    write = self._writes.pop(each.transfer_id, None)
-                    if each.reason == PEER_LOST or each.reason.startswith(ERROR_PREFIX):
+                for told in connector.poll():
+                    journey = self._pulls.pop(told.transfer_id, None)
+                    write = self._writes.pop(told.transfer_id, None)
+                    if told.reason == PEER_LOST or told.reason.startswith(ERROR_PREFIX):
                         peer_id = (
                             journey.pull.peer_id if journey is not None else "" if write is None else write.peer_id
                         )
                         self._attachments.suspect(peer_id, name)
-                    result = self._judged(each)
+                    result = self._judged(told)
                     if journey is None:
                         ended.append(EndedPull(result, name))
                     elif not self._detour(journey, result):
