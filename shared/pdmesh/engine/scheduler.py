@@ -212,7 +212,7 @@ class Scheduler:
                 count = 1
             else:
                 # A long prompt leaves a token for each of those behind it, so that none of them stands still.
-                num_behind = len(state.running) - place - 1
+                num_behind = min(len(state.running) + state.waiting.num_holding, self._max_active) - place - 1
                 count = self._share(
                     sequence,
                     sequence.num_wanted - start,
