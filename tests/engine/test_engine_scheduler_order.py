@@ -250,6 +250,26 @@ def test_who_waits_for_a_copy_of_a_failed_step_computes_it() -> None:
     assert scheduler.state.outbox.deltas[-1].finish_reason == "length"
 
 
+def test_blocks_of_a_step_under_way_are_not_safe_when_the_result_before_it_could_not_be_taken_in() -> None:
+    """Its rows were counted out twice, and their blocks given to pulls while the second step still wrote to them."""
+    scheduler = make_scheduler()
+    add(scheduler, "a", 4, max_tokens=50)
+    add(scheduler, "b", 4, max_tokens=50)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert shares(first).keys() == shares(second).keys() == {"a", "b"}
+    sequences = list(first.sequences)
+    broken = StepResult(token_ids=[NEXT])
+    with pytest.raises(IndexError):
+        scheduler.update(first, broken)
+    scheduler.state.take_strays()
+    scheduler.fail(first, "the engine failed in a step")
+    assert [each.num_in_flight for each in sequences] == [1, 1]
+    assert scheduler.state.take_strays()
+    update(scheduler, second)
+    assert [each.num_in_flight for each in sequences] == [0, 0]
+    scheduler.state.check_integrity()
+
+
 def test_a_step_loses_the_rows_of_a_request_that_met_a_bug_behind_them() -> None:
     scheduler = make_scheduler(num_blocks=9, max_model_len=24)
     add(scheduler, "b", 3, max_tokens=20)
