@@ -122,7 +122,7 @@ def test_a_push_that_is_asked_of_a_peer_lost_meanwhile_is_a_failed_push() -> Non
         expectations._connector = "nixl"
         engine.handoff.owner.set_metadata("nixl", b"where")
         channel = grpc.aio.insecure_channel("127.0.0.1:1")
-        peer: Any = SimpleNamespace(stub=KVPeerStub(channel), address="127.0.0.1:1", transfers=set())
+        peer: Any = SimpleNamespace(stub=KVPeerStub(channel), address="127.0.0.1:1", track=lambda *_, **__: None)
         await channel.close()
         expected = Expected(
             expectation=Expectation(
