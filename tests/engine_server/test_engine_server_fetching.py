@@ -334,7 +334,7 @@ def test_an_owner_with_too_many_transfers_costs_the_fetch_and_not_the_request(mo
             assert core.added().source is None
             assert counted(engine, "pdmesh_fallbacks_total", reason="overloaded") == 1
 
-    play(scene)
+    play(scene, kv_load_failure_policy="recompute")
 
 
 def test_a_stale_name_does_not_cost_a_live_peer_its_pulls() -> None:
