@@ -130,6 +130,7 @@ def test_a_push_that_is_asked_of_a_peer_lost_meanwhile_is_a_failed_push() -> Non
             ),
             sink=Inbox(),
             transfer_id="t",
+            deadline_s=time.monotonic() + 5.0,
             plan=asyncio.get_running_loop().create_future(),
         )
         with pytest.raises(PeerUnavailable):
