@@ -11,8 +11,9 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from pdmesh.connector import native_helper
 from pdmesh.connector.base import Pull
-from pdmesh.connector.native_messages import Frames, PullEnded, frame, from_helper_decoder
+from pdmesh.connector.native_messages import DisconnectAgent, Frames, PullEnded, frame, from_helper_decoder
 from pdmesh.connector.nixl import NixlConnector
 from pdmesh.connector.pool import PoolShape
 from pdmesh.connector.registry import make_worker_connectors
@@ -184,6 +185,29 @@ def test_a_helper_that_hangs_is_killed_when_a_pull_is_overdue(name: str, node: N
         assert not helper.is_running()
         wait_until(lambda: consumer.changes)
         assert consumer.pull(node) == ""
+
+
+def test_a_peer_whose_connect_was_not_answered_in_time_is_let_go(
+    name: str, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The helper connected it after that, and kept it for as long as it lived itself."""
+    monkeypatch.setattr(native_helper, "CONNECT_TIMEOUT_S", 0.2)
+    with consuming(name) as consumer:
+        helper = consumer.connector._helper  # type: ignore[attr-defined]
+        sent: list[object] = []
+        send = helper.send
+
+        def note(order: object) -> None:
+            sent.append(order)
+            send(order)
+
+        helper.send = note
+        process = helper_of(os.getpid())
+        process.suspend()
+        with pytest.raises(HandshakeRefused, match="no answer"):
+            consumer.connector.connect(node.pool_for(name))
+        process.resume()
+        assert sent[-1] == DisconnectAgent(peer_id=node.peer_id)
 
 
 def test_a_read_that_may_go_on_ends_with_its_helper(name: str, node: Node) -> None:

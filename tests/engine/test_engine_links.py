@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import threading
@@ -14,8 +15,9 @@ import pytest
 from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.links import Links
-from pdmesh.engine.messages import ConnectPeer, OtherWay, PeerConnected
-from pdmesh.errors import HandshakeRefused
+from pdmesh.engine.messages import ConnectPeer, DisconnectPeer, OtherWay, PeerConnected
+from pdmesh.engine.server import core_peers
+from pdmesh.errors import HandshakeRefused, PeerUnavailable
 
 
 class Connector(FixedMetadata, ReadInPlace):
@@ -85,6 +87,34 @@ def test_peers_that_went_leave_nothing(when: str) -> None:
         assert connector.connected == set()
         assert not len(links._attachments)
         assert not len(links._detours)
+    finally:
+        links.close()
+
+
+def test_a_peer_whose_connect_took_too_long_for_the_server_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core went on and connected it, and nobody knew of it any more: its memory stayed mapped."""
+    monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 0.05)
+    connector = Scripted("shm")
+    connector.may_connect.clear()
+    links = Links({"shm": connector})
+
+    class Core:
+        def send(self, message: object) -> None:
+            if isinstance(message, ConnectPeer):
+                links.connect(message)
+            elif isinstance(message, DisconnectPeer):
+                links.disconnect(message.peer_id)
+
+    async def attach() -> None:
+        pool = PeerPool(peer_id="2", metadata=b"", num_blocks=1, block_bytes=1)
+        with pytest.raises(PeerUnavailable, match="in time"):
+            await core_peers.CorePeers(Core()).attach(pool, "shm")
+
+    try:
+        asyncio.run(attach())
+        connector.may_connect.set()
+        assert len(_answers(links, 1)) == 1
+        assert connector.connected == set()
     finally:
         links.close()
 

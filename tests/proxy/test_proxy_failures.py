@@ -475,6 +475,42 @@ def test_a_full_engine_is_left_for_another_and_a_full_mesh_is_said_at_once() -> 
     asyncio.run(scenario())
 
 
+def test_a_stream_that_moves_on_outlives_more_failures_than_retries() -> None:
+    """Retries were counted over its whole life, and an engine that had failed it once was never asked again: the fourth failure
+    of a long stream ended it, though both engines lived."""
+
+    async def scenario() -> None:
+        engines = [FakeEngine("decode", behaviour=Behaviour(fail_after=4)) for _ in range(2)]
+        async with fake_mesh(*engines, extra={"max_retries": 2}) as mesh:
+            request = token_request(max_tokens=40)
+            assert tokens_of(await mesh.collect(request)) == WANTED
+            assert mesh.metric("pdmesh_proxy_retries_total", error="PeerUnavailable") == 9
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_stands_still_has_no_more_than_its_retries() -> None:
+    async def scenario() -> None:
+        engines = [FakeEngine("decode", behaviour=Behaviour(fail_after=4)) for _ in range(3)]
+        async with fake_mesh(*engines, extra={"max_retries": 2}) as mesh:
+            tokens: list[int] = []
+
+            async def read() -> None:
+                async for delta in mesh.generator.generate(token_request(max_tokens=40)):
+                    tokens.extend(delta.token_ids)
+                    if len(tokens) == 8:
+                        for engine in engines:
+                            engine.behaviour.refuse = PeerUnavailable("a core that came back")
+
+            with pytest.raises(PeerUnavailable):
+                await read()
+            assert tokens == WANTED[:8]
+            # Two that gave four tokens each, then one and its retries.
+            assert sum(len(engine.requests) for engine in engines) == 4
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("behaviour", [{"hold": True}, {"step_s": 0.05}])
 def test_the_deadline_ends_a_request_wherever_it_is(behaviour: dict[str, Any]) -> None:
     async def scenario() -> None:

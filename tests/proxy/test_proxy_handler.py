@@ -11,6 +11,7 @@ import pytest
 from pdmesh.errors import InvalidRequest, Overloaded, PeerUnavailable, TooLarge
 from pdmesh.openai.generator import TokenRequest
 from pdmesh.protocol.messages import GenerateRequest, SamplingParams
+from pdmesh_proxy import handler
 from pdmesh_proxy.endpoint import Endpoint
 from support.fake_engine import CACHED_TOKENS, KV_BYTES, Behaviour, FakeEngine, expected_tokens
 from support.fake_mesh import PROMPT, fake_mesh, finish_reasons, proxy_over, token_request, tokens_of, until
@@ -306,6 +307,23 @@ def test_what_is_long_beside_the_prompt_counts_for_the_frame_too(sampling: dict[
                 )
                 legs.enter_context(session.submit(asked))
             assert [len(session._take_submits()) for _ in range(3)] == [1, 1, 1]
+
+    asyncio.run(scenario())
+
+
+def test_a_defect_of_the_proxys_own_is_no_client_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was counted as one, so that no alert could see it."""
+
+    def route(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect")
+
+    async def scenario() -> None:
+        async with fake_mesh(FakeEngine("decode")) as mesh:
+            monkeypatch.setattr(handler, "route", route)
+            with pytest.raises(RuntimeError, match="a defect"):
+                await mesh.collect(token_request())
+            assert mesh.metric("pdmesh_proxy_requests_total", status="500", reason="none") == 1
+            assert mesh.metric("pdmesh_proxy_disconnects_total") == 0
 
     asyncio.run(scenario())
 

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from pdmesh.auth import AuthInterceptor
-from pdmesh.errors import MeshError, Preempted, TransferFailed
+from pdmesh.errors import MeshError, PeerUnavailable, Preempted, TransferFailed
 from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.capabilities import FIRST, OWN, Capabilities, capabilities_to_pb
@@ -58,6 +58,8 @@ class Behaviour:
     """The choice ends with `stop` at this many tokens."""
     die_after: int | None = None
     """The engine dies abruptly once a request has this many tokens; 0: when it arrives."""
+    fail_after: int | None = None
+    """Every leg fails once it has given so many tokens."""
     refuse: MeshError | None = None
     """Answer every request with this error."""
     refuse_fetch: MeshError | None = None
@@ -278,6 +280,7 @@ class FakeEngine(EngineServicer):
         emitted = request.emitted or [[] for _ in request.choices]
         tokens = {choice: list(before) for choice, before in zip(request.choices, emitted, strict=True)}
         open_ = set(request.choices)
+        num_given = 0
         while open_:
             await asyncio.sleep(self.behaviour.step_s)
             deltas: list[ChoiceDelta] = []
@@ -286,6 +289,7 @@ class FakeEngine(EngineServicer):
                     open_.discard(choice)
                     continue
                 new, reason = self._advance(request, choice, tokens[choice])
+                num_given += len(new)
                 deltas.append(self._delta(request, choice, new, reason, facts))
                 facts = {}
                 if reason or request.prefill_only:
@@ -298,6 +302,10 @@ class FakeEngine(EngineServicer):
             if request.hand_back and hand_back_at is not None and len(tokens[request.choices[0]]) >= hand_back_at:
                 self.behaviour.hand_back_at = None
                 frames.put_nowait(self._frame(request, _error_delta(request, Preempted("no room"))))
+                return
+            fail_after = self.behaviour.fail_after
+            if fail_after is not None and num_given >= fail_after:
+                frames.put_nowait(self._frame(request, _error_delta(request, PeerUnavailable("a core that came back"))))
                 return
             die_after = self.behaviour.die_after
             if die_after is not None and max(map(len, tokens.values())) >= die_after:

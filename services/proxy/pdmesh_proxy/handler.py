@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 # What nginx counts for a client that closed its connection; no such status is ever sent.
 STATUS_CLIENT_LEFT = 499
 STATUS_TRY_LATER = 503
+STATUS_DEFECT = 500
 
 
 class MeshGenerator(Generator):
@@ -126,6 +127,9 @@ class MeshGenerator(Generator):
             error.request_id = request.request_id
             if status == STATUS_TRY_LATER and error.retry_after_s is None:
                 error.retry_after_s = RETRY_AFTER_S
+            raise
+        except Exception:
+            status = STATUS_DEFECT
             raise
         finally:
             if not run.unfinished:
@@ -245,6 +249,7 @@ class MeshGenerator(Generator):
             # Nobody failed. The engine that gave it up may be the one that takes it again.
             run.hand_back()
             return
+        run.forgive()
         # An engine that shuts down has not failed, and is not asked again.
         if not isinstance(error, Draining):
             if run.num_retries >= self._config.max_retries:

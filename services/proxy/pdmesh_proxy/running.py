@@ -97,6 +97,9 @@ class RunningRequest:
         self.model_fingerprint = self.weights_fingerprint = ""
         self.excluded: set[str] = set()
         self.num_retries = 0
+        """Since the client last got something."""
+        self._num_forgiven = 0
+        """Tokens that there were when retries were last counted anew."""
         self.num_hand_backs = 0
         """Times that a decode has given it back after a preemption."""
         self.wants_prefill = False
@@ -255,6 +258,15 @@ class RunningRequest:
         if self.offer is not None and self._offer_endpoint is not None:
             self._offer_endpoint.release(self.offer)
         self.offer = self._offer_endpoint = None
+
+    def forgive(self) -> None:
+        """Count retries anew, and ask every engine again, when there are more tokens than at the failure before: a long stream
+        outlives any number of failures, and one that does not move on none beyond its retries."""
+        num_tokens = sum(map(len, self.emitted))
+        if num_tokens > self._num_forgiven:
+            self._num_forgiven = num_tokens
+            self.num_retries = 0
+            self.excluded.clear()
 
     def hand_back(self) -> None:
         """An engine has preempted it: go on from a prefill's KV where there is a prefill, else anywhere."""

@@ -1,8 +1,9 @@
 """Connector `grpc`: pulls through the owner's server process (rpc KVPeer.ReadBlocks), where nothing faster reaches it.
 
-One thread per pull under way, at most a few; each chunk of the stream carries blocks and the generation words read after
-them. The owner's half has nothing to do: its server process answers from its own map of the pool. What speaks gRPC is in
-`grpc_peer`, imported with the first peer: most engines never need it, and it takes a fifth of a second of their start.
+One thread per pull under way, at most a few for each peer, so that one that stands still holds up nobody else's. Each chunk of
+the stream carries blocks and the generation words read after them. The owner's half has nothing to do: its server process
+answers from its own map of the pool. What speaks gRPC is in `grpc_peer`, imported with the first peer: most engines never need
+it, and it takes a fifth of a second of their start.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,8 +45,9 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
         self._peers: dict[str, GrpcPeer] = {}
         self._pulls = ActivePulls()
         self._calls: dict[str, ReadCall] = {}
+        self._turns: dict[str, Future[None]] = {}
+        """By transfer id, until it has ended."""
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(self._options.num_threads, thread_name_prefix="grpc-pull")
 
     def register(self, pool: KVPool) -> bytes:
         self._pool = pool
@@ -56,7 +58,7 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
         check_block_bytes(peer, pool.shape)
         from pdmesh.connector.grpc_peer import GrpcPeer
 
-        made = GrpcPeer(peer, self._secret)
+        made = GrpcPeer(peer, self._secret, self._options.num_threads)
         try:
             made.check(CONNECT_TIMEOUT_S)
         except BaseException:
@@ -71,6 +73,7 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
             return
         for active in self._pulls.of_peer(peer_id):
             active.peer_lost = True
+            self._end_waiting(active.pull.transfer_id, PullEnd.PEER_LOST)
         # Ends its calls.
         peer.close()
 
@@ -83,7 +86,42 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
         elif fault := fault_of(pull, peer.shape, (target := pool.target(pull.lane)).shape):
             self._pulls.finish(pull.transfer_id, fault)
         else:
-            self._threads.submit(self._pull, active, peer, target)
+            self._begin(active, peer, target)
+
+    def _begin(self, active: ActivePull, peer: GrpcPeer, target: PullTarget) -> None:
+        """Have a pull carried out when it is its turn."""
+        transfer_id = active.pull.transfer_id
+        with self._lock:
+            may_wait = peer.num_pulls >= self._options.num_threads
+            peer.num_pulls += 1
+        timer = threading.Timer(active.pull.deadline_s, self._end_waiting, [transfer_id, PullEnd.TIMEOUT])
+        timer.name, timer.daemon = "grpc-deadline", True
+        try:
+            turn = peer.threads.submit(self._pull, active, peer, target)
+        except RuntimeError:
+            # It is disconnected just now, in the thread that connects its successor.
+            self._pulls.finish(transfer_id, PullEnd.PEER_LOST)
+            return
+        with self._lock:
+            self._turns[transfer_id] = turn
+
+        def on_ended(_: Future[None]) -> None:
+            timer.cancel()
+            with self._lock:
+                peer.num_pulls -= 1
+                if self._turns.get(transfer_id) is turn:
+                    del self._turns[transfer_id]
+
+        if may_wait:
+            timer.start()
+        turn.add_done_callback(on_ended)
+
+    def _end_waiting(self, transfer_id: str, reason: str) -> None:
+        """End a pull whose turn has not come; nothing writes for it."""
+        with self._lock:
+            turn = self._turns.get(transfer_id)
+        if turn is not None and turn.cancel():
+            self._pulls.finish(transfer_id, reason)
 
     def poll(self) -> list[PullResult]:
         return self._pulls.take()
@@ -93,6 +131,7 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
         if active is None:
             return
         active.cancelled = True
+        self._end_waiting(transfer_id, PullEnd.CANCELLED)
         with self._lock:
             call = self._calls.get(transfer_id)
         if call is not None:
@@ -104,9 +143,15 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
     def close(self) -> None:
         for active in self._pulls.all():
             self.cancel(active.pull.transfer_id)
-        for peer_id in list(self._peers):
-            self.disconnect(peer_id)
-        self._threads.shutdown()
+        peers = list(self._peers.values())
+        for peer in peers:
+            self.disconnect(peer.peer_id)
+        for peer in peers:
+            peer.threads.shutdown()
+        with self._lock:
+            turns = list(self._turns.values())
+        # Of peers that were disconnected before.
+        wait(turns)
         self._pulls.close()
 
     def _registered(self) -> KVPool:

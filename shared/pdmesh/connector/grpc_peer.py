@@ -1,6 +1,7 @@
 """A connection to an owner's server process, over which connector `grpc` reads its blocks."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import grpc
@@ -26,8 +27,12 @@ class ReadCall(Protocol):
 class GrpcPeer:
     """A connection to an owner's server process."""
 
-    def __init__(self, pool: PeerPool, secret: MeshSecret) -> None:
+    def __init__(self, pool: PeerPool, secret: MeshSecret, num_threads: int) -> None:
         self.peer_id = pool.peer_id
+        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grpc-pull")
+        """Each carries out one pull at a time."""
+        self.num_pulls = 0
+        """Under way or waiting for a thread."""
         self.shape = PoolShape(pool.num_blocks, pool.block_bytes)
         # A channel of its own: grpc would share a broken one between epochs of an owner.
         self._channel = open_blocking_channel(pool.metadata.decode(), secret, OWN_CONNECTION)
@@ -62,8 +67,9 @@ class GrpcPeer:
         return error_reason(_words(error))
 
     def close(self) -> None:
-        """End the connection and its calls."""
+        """End the connection and its calls, and its threads with them."""
         self._channel.close()
+        self.threads.shutdown(wait=False)
 
 
 def _words(error: grpc.RpcError) -> str:

@@ -127,6 +127,8 @@ class NativeHelper:
         except TimeoutError:
             error = f"no answer within {CONNECT_TIMEOUT_S} s"
             self._answer(order.order, error)
+            # It may be connected yet, and nobody would know of it to let it go.
+            self.disconnect(message.peer_id)
         if error:
             raise HandshakeRefused(f"{self._transport.title} cannot reach {message.peer_id}: {error}")
         self._connected[message.peer_id] = message

@@ -34,7 +34,7 @@ class GrpcOptions(ConnectorOptions):
     """Options of `grpc`."""
 
     num_threads: int = Field(default=4, ge=1, le=64)
-    """Pulls carried out at the same time; others wait for one of them to end."""
+    """Pulls from one peer carried out at the same time; others wait for one of them to end."""
     chunk_bytes: Size = Field(default=4 << 20, ge=4096, le=32 << 20)
     """Most bytes of blocks asked for in one message; the owner may send less, and a block larger than this comes alone."""
 

@@ -44,6 +44,8 @@ class CorePeers:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 connected = await asyncio.shield(answer)
         except TimeoutError:
+            # It may be connected yet, and nobody would know of it to let it go.
+            self.detach(pool.peer_id)
             raise PeerUnavailable(f"the engine core did not connect {pool.peer_id} over {connector} in time") from None
         finally:
             self._waiting.pop(key, None)
