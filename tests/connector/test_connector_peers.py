@@ -591,38 +591,6 @@ def test_an_owner_that_still_writes_says_whether_it_will_know_when_it_has_stoppe
     asyncio.run(scenario())
 
 
-def test_one_transfers_fault_does_not_cost_the_others_of_its_peer() -> None:
-    """A damaged file was enough: the peer was dropped, and every pull from it ended with `peer_lost`."""
-
-    async def scenario() -> None:
-        half = Half()
-        async with owning() as owner, directory(half) as peers:
-            owner.offer()
-            peer = await peers.reach(owner.address, 2.0)
-
-            async def run(transfer_id: str) -> None:
-                await peers.begin(peer, transfer_id=transfer_id, offer_id="o", digest=DIGEST, remaining_s=5.0)
-
-            for transfer_id in ("t1", "t2", "t3", "t4", "t5"):
-                await run(transfer_id)
-            await peers.end("owner@1", "t1", False, "error:a block is not what its owner wrote")
-            ended = await peers.end("owner@1", "t2", True)
-            assert ended is not None
-            assert ended.outcome is TransferState.COMMITTED
-            await peers.end("owner@1", "t3", False, "error:a block is not what its owner wrote")
-            assert half.detached == []
-            # Twice in a row it is not the transfer's fault.
-            await peers.end("owner@1", "t4", False, "error:the connector is broken")
-            assert half.detached == ["owner@1"]
-            # Nor is anybody harmed when there is nobody else.
-            peer = await peers.reach(owner.address, 2.0)
-            await run("t6")
-            await peers.end("owner@1", "t6", False, "error:the connector is broken")
-            assert half.detached == ["owner@1", "owner@1"]
-
-    asyncio.run(scenario())
-
-
 def test_an_owner_and_a_consumer_of_adjacent_versions_exchange_kv() -> None:
     """What the newer side adds is lost on the way, in either direction; what both know is enough."""
 
@@ -665,39 +633,6 @@ def test_running_transfers_are_renewed_and_left_ones_expire(monkeypatch: pytest.
             assert owner.offers.num_transfers == owner.offers.num_open == 0
             assert owner.offers.transfers_ended[TransferState.EXPIRED] == 2
             assert [each.reason for each in owner.ended] == [Reason.EXPIRED]
-
-    asyncio.run(scenario())
-
-
-def test_a_transfer_that_its_owner_begins_late_is_renewed_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A push: a renewal that came before its begin found nothing, and it was never renewed again."""
-    monkeypatch.setattr(peers_module, "RENEW_INTERVAL_S", 0.05)
-    monkeypatch.setattr(offers, "TRANSFER_LEASE_S", 0.5)
-
-    async def scenario() -> None:
-        async with owning() as owner, directory(Half()) as peers:
-            asked: list[str] = []
-            renew = owner.offers.renew_transfer
-            owner.offers.renew_transfer = lambda each: asked.append(each) or renew(each)  # type: ignore[method-assign, func-returns-value]
-            owner.offer(lease_s=60.0)
-            peer = await peers.reach(owner.address, 2.0)
-            peers.track(peer, "push", is_coming=True)
-
-            async def renewed(times: int) -> None:
-                async with asyncio.timeout(10):
-                    while len(asked) < times:
-                        await asyncio.sleep(0.01)
-
-            await renewed(2)
-            owner.offers.begin("push", "c", "o", DIGEST, written=True)
-            owner.servicer.settle()
-            asked.clear()
-            await renewed(2)
-            await asyncio.sleep(1.0)
-            assert owner.offers.outcome_of("push") is TransferState.READING
-            await peers.end(peer.peer_id, "push", True)
-            assert not peer.transfers
-            assert not peer.coming
 
     asyncio.run(scenario())
 

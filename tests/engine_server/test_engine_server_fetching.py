@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from enum import Enum, auto
 from typing import Any
 
 import msgspec
@@ -22,11 +23,12 @@ from pdmesh.engine.server.pull_time import MOST_S, SLOW_LINK_BYTES_S, START_S, P
 from pdmesh.engine.server.sources import check_owner
 from pdmesh.engine.server.submission import StockLeg
 from pdmesh.engine.server.transfer_params import RemoteKV
-from pdmesh.errors import TransferFailed
+from pdmesh.errors import Draining, TransferFailed
+from pdmesh.openai.generator import TokenRequest
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.exchange import Exchange, KVNames
-from pdmesh.protocol.messages import NO_MARKS, GenerateRequest, GroupBlocks, KVMarks
+from pdmesh.protocol.messages import NO_MARKS, ChoiceDelta, GenerateRequest, GroupBlocks, KVMarks
 from pdmesh.protocol.offers import TRANSFER_LEASE_S, OfferTable
 from pdmesh.protocol.states import TransferState
 from pdmesh.protocol.ticket import Ticket, request_digest, seal
@@ -41,6 +43,7 @@ OURS = MeshSecret(SECRET)
 SHAPE = PoolShape(READY.num_blocks, READY.block_bytes)
 BLOCKS = GroupBlocks(group=0, block_ids=[0, 1, 2], generations=[1, 1, 1])
 GONE = "127.0.0.1:1"
+STOCK_OFFER = "0123456789abcdef" * 2
 
 
 def ticket_of(made: GenerateRequest, address: str = GONE, peer_id: str = "owner@1", **changes: Any) -> Ticket:
@@ -74,10 +77,12 @@ async def owning(
     marks: KVMarks = NO_MARKS,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[tuple[str, OfferTable]]:
-    """An owner with one offer; its address and its table."""
+    """An owner with an offer of ours and a stock one; its address and its table."""
     pool, table = make_pool(SHAPE, filled=True), OfferTable(clock)
-    table.open("o", request_id="r", digest=request_digest(made.token_ids, cache_salt=made.cache_salt))
-    table.seal("o", [BLOCKS], len(made.token_ids), marks)
+    digest = request_digest(made.token_ids, cache_salt=made.cache_salt)
+    for offer_id in ("o", STOCK_OFFER):
+        table.open(offer_id, request_id="r", digest=digest, release_on_commit=offer_id == STOCK_OFFER)
+        table.seal(offer_id, [BLOCKS], len(made.token_ids), marks)
     owner = PoolOwner(
         peer_id=peer_id,
         pool=pool,
@@ -322,25 +327,6 @@ def test_a_dead_owner_is_not_taken_for_this_engine_by_the_proxy() -> None:
     play(scene, kv_load_failure_policy="fail")
 
 
-def test_an_owner_with_too_many_transfers_costs_the_fetch_and_not_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended the request as Overloaded, for which the proxy excludes the engine that answered, whatever the policy."""
-    monkeypatch.setattr("pdmesh.connector.owner.MAX_TRANSFERS", 0)
-
-    async def scene(core: HeldCore, engine: Engine) -> None:
-        async with owning(request("r")) as (address, _):
-            inbox = submitted(engine, decode_leg(ticket_of(request("r"), address)))
-            await until(
-                lambda: (
-                    any(isinstance(each, AddRequest) for each in core.sent)
-                    or any(each.error_code for each in inbox.deltas)
-                )
-            )
-            assert core.added().source is None
-            assert counted(engine, "pdmesh_fallbacks_total", reason="overloaded") == 1
-
-    play(scene, kv_load_failure_policy="recompute")
-
-
 def test_a_stale_name_does_not_cost_a_live_peer_its_pulls() -> None:
     """Each ticket of an earlier start, and each wrong remote_engine_id, dropped the peer that lives there now."""
 
@@ -373,6 +359,116 @@ def test_a_client_that_leaves_during_a_pull_is_no_fallback(reason: str, num_fall
             assert counted(engine, "pdmesh_fallbacks_total") == num_fallbacks
             await until(lambda: not table.num_transfers)
             assert table.transfers_ended[TransferState.FAILED if num_fallbacks else TransferState.ABORTED] == 1
+
+    play(scene)
+
+
+def stock_params(address: str, offer_id: str = STOCK_OFFER) -> dict[str, object]:
+    return {
+        "do_remote_prefill": True,
+        "remote_engine_id": "owner",
+        "remote_request_id": offer_id,
+        "remote_host": "127.0.0.1",
+        "remote_port": int(address.rpartition(":")[2]),
+        "remote_block_ids": [BLOCKS.block_ids],
+    }
+
+
+async def answer(engine: Engine, params: dict[str, object], made: GenerateRequest) -> None:
+    asked = TokenRequest(
+        request_id=made.request_id, token_ids=made.token_ids, sampling=made.sampling, kv_transfer_params=params
+    )
+    async for _ in engine.generator.generate(asked):
+        pass
+
+
+class LegEnd(Enum):
+    CLIENT_LEFT = auto()
+    REFUSED = auto()
+    COMPUTED = auto()
+    ANOTHER_PROMPT = auto()
+    FAILED = auto()
+    UNAUTHENTICATED = auto()
+    NOT_STOCK = auto()
+    ANSWERED = auto()
+
+
+@pytest.mark.parametrize("end", LegEnd)
+def test_a_stock_offer_ends_when_its_leg_will_not_read_it(end: LegEnd) -> None:
+    """A leg that was refused, whose client left, or whose prompt was computed here, left it to its lease of 30 s."""
+    made = request("r")
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async with owning(made) as (address, table):
+            submitted(engine, decode_leg(ticket_of(made, address)))
+            await until(lambda: table.num_transfers)
+            params = stock_params(address, "o" if end is LegEnd.NOT_STOCK else STOCK_OFFER)
+            if end in (LegEnd.REFUSED, LegEnd.NOT_STOCK, LegEnd.UNAUTHENTICATED):
+                engine.generator._takes_params = end is not LegEnd.UNAUTHENTICATED
+                engine.generator.refused(params)
+            else:
+                await _leg(core, engine, params, end)
+            if end in (LegEnd.CLIENT_LEFT, LegEnd.REFUSED, LegEnd.COMPUTED, LegEnd.ANSWERED):
+                await until(lambda: not table.is_live(STOCK_OFFER))
+            else:
+                await asyncio.sleep(0.2)
+                assert table.is_live(STOCK_OFFER)
+            assert table.is_live("o")
+
+    async def _leg(core: HeldCore, engine: Engine, params: dict[str, object], end: LegEnd) -> None:
+        asked = (
+            request("s", num_prompt=41)
+            if end is LegEnd.ANOTHER_PROMPT
+            else msgspec.structs.replace(made, request_id="s")
+        )
+        num_sent = len(core.sent)
+        leg = asyncio.create_task(answer(engine, params, asked))
+        await until(lambda: len(core.sent) > num_sent)
+        added = core.sent[-1]
+        assert isinstance(added, AddRequest)
+        if end is LegEnd.CLIENT_LEFT:
+            leg.cancel()
+            await asyncio.wait([leg])
+            return
+        reason = {LegEnd.ANSWERED: "", LegEnd.COMPUTED: "stale", LegEnd.FAILED: "stale"}.get(end, "digest")
+        if added.source is not None:
+            ended = TransferEnded(
+                transfer_id=added.source.transfer_id,
+                peer_id="owner@1",
+                request_id=added.request.request_id,
+                committed=not reason,
+                reason=reason,
+            )
+            await core.say(transfers=[ended])
+        told = ChoiceDelta(
+            request_id=added.request.request_id,
+            token_ids=[9],
+            finish_reason="length",
+            kv_source=f"recompute:{reason}" if reason else "shm",
+        )
+        if end is LegEnd.FAILED:
+            told = ChoiceDelta(
+                request_id=added.request.request_id,
+                finish_reason="error",
+                error_code="TransferFailed",
+                error_message="the KV of this request could not be fetched: stale",
+            )
+        await core.say(deltas=[told])
+        await asyncio.wait([leg])
+
+    play(scene, kv_load_failure_policy="recompute")
+
+
+def test_an_engine_that_shuts_down_lets_the_offer_of_a_refused_leg_go() -> None:
+    made = request("r")
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async with owning(made) as (address, table):
+            engine.board.draining = True
+            with pytest.raises(Draining):
+                await answer(engine, stock_params(address), made)
+            await until(lambda: not table.is_live(STOCK_OFFER))
+            assert table.is_live("o")
 
     play(scene)
 

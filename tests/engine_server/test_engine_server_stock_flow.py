@@ -1,9 +1,14 @@
 """The stock flow over HTTP: a prefill leg with `do_remote_decode`, a decode leg with what it gave back."""
 
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
+
+from support.engines import LoopThread, RunningEngine, loop_thread, start_engines
 
 PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -18,6 +23,32 @@ async def _complete(url: str, prompt: list[int], params: dict[str, Any] | None =
 
 def _prompt(number: int, num_tokens: int = 50) -> list[int]:
     return [4 + (11 * index + number) % 300 for index in range(num_tokens)]
+
+
+@dataclass
+class Pair:
+    """Two engines that only this file's tests use."""
+
+    loop: LoopThread
+    prefill: RunningEngine
+    decode: RunningEngine
+    model: str
+
+
+@pytest.fixture(scope="module")
+def fresh_pair(tiny_model: str) -> Iterator[Pair]:
+    """A pair that holds no offers of other tests, and knows each other."""
+    with loop_thread() as loop:
+        prefill, decode = loop.run(start_engines(tiny_model, "prefill", "decode"))
+
+        async def meet() -> None:
+            leg = await _complete(prefill.http, _prompt(9), PREFILL_LEG, max_tokens=1)
+            await _complete(decode.http, _prompt(9), leg.json()["kv_transfer_params"])
+
+        loop.run(meet())
+        yield Pair(loop, prefill, decode, tiny_model)
+        loop.run(prefill.stop())
+        loop.run(decode.stop())
 
 
 def _text(answer: httpx.Response) -> str:
@@ -109,6 +140,64 @@ def test_params_of_another_prompt_are_refused(pair: Any) -> None:
         assert "another request" in answer.json()["error"]["message"]
 
     pair.loop.run(body())
+
+
+async def _offers_end(url: str) -> None:
+    """Return when a prefill holds no offer any more: long before a stock offer's lease ends."""
+    async with asyncio.timeout(10), httpx.AsyncClient(base_url=url, timeout=10) as client:
+        while True:
+            lines = (await client.get("/metrics")).text.splitlines()
+            if [line.rpartition(" ")[2] for line in lines if line.startswith("pdmesh_offers_open{")] == ["0.0"]:
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("status", "fields"),
+    [
+        (400, {"max_tokens": 99999}),
+        (400, {"stream_options": {"include_usage": True}}),
+        (404, {"model": "another"}),
+        (400, {"prompt": [4, 5, 6], "kv": {"prompt_token_ids": [4, 5, 7]}}),
+    ],
+    ids=str,
+)
+def test_prefill_lets_go_of_what_a_refused_decode_leg_would_have_fetched(
+    fresh_pair: Any, status: int, fields: dict[str, Any]
+) -> None:
+    """It kept the blocks for 30 s."""
+
+    async def body() -> None:
+        prompt = _prompt(7)
+        leg = await _complete(fresh_pair.prefill.http, prompt, PREFILL_LEG, max_tokens=1)
+        params = leg.json()["kv_transfer_params"] | fields.pop("kv", {})
+        answer = await _complete(fresh_pair.decode.http, fields.pop("prompt", prompt), params, **fields)
+        assert answer.status_code == status, answer.text
+        await _offers_end(fresh_pair.prefill.http)
+
+    fresh_pair.loop.run(body())
+
+
+@pytest.mark.parametrize("length", [1, 8])
+def test_a_first_token_that_ends_the_answer_is_said_by_decode_too(fresh_pair: Any, length: int) -> None:
+    """A router sends the decode leg whatever ended the prefill leg, and answers with what that says."""
+    ends = {"logit_bias": {"77": 100}, "stop_token_ids": [77], "ignore_eos": False}
+
+    async def body() -> None:
+        prompt = _prompt(8)
+        alone = await _complete(fresh_pair.prefill.http, prompt, cache_salt="alone", max_tokens=8, **ends)
+        leg = await _complete(fresh_pair.prefill.http, prompt, PREFILL_LEG, max_tokens=length, **ends)
+        assert leg.json()["choices"][0]["finish_reason"] == "stop"
+        params = leg.json()["kv_transfer_params"]
+        answer = await _complete(fresh_pair.decode.http, prompt, params, max_tokens=8, **ends)
+        [said], [expected] = answer.json()["choices"], alone.json()["choices"]
+        for name in ("text", "finish_reason", "stop_reason"):
+            assert said[name] == expected[name]
+        assert said["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
+        assert "kv=shm" in answer.headers["x-pdmesh-route"]
+        await _offers_end(fresh_pair.prefill.http)
+
+    fresh_pair.loop.run(body())
 
 
 def test_health_and_metrics_answer(pair: Any) -> None:

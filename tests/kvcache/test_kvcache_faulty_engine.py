@@ -51,7 +51,14 @@ calls = st.one_of(
         model_fingerprint=models,
         block_bytes=long_numbers,
     ),
-    st.builds(pb.EndTransferRequest, transfer_id=texts, committed=st.booleans(), reason=texts, peer_id=texts),
+    st.builds(
+        pb.EndTransferRequest,
+        transfer_id=texts,
+        committed=st.booleans(),
+        reason=texts,
+        peer_id=texts,
+        release_offer=texts,
+    ),
     st.builds(pb.RenewTransfersRequest, transfer_ids=st.lists(texts, max_size=3)),
     st.builds(
         pb.BeginTransferRequest, transfer_id=texts, consumer_id=texts, offer_id=texts, digest=st.binary(max_size=70)

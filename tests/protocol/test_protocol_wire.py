@@ -138,7 +138,9 @@ begins = st.builds(
     remaining_s=st.integers(0, 10**9).map(lambda ms: ms / 1000),
 )
 views = st.builds(transfers.OfferView, groups=groups, num_tokens=count)
-ends = st.builds(transfers.End, transfer_id=text, committed=st.booleans(), reason=text)
+ends = st.builds(
+    transfers.End, transfer_id=text, committed=st.booleans(), reason=text, peer_id=text, release_offer=text
+)
 endeds = st.builds(
     transfers.Ended,
     known=st.booleans(),

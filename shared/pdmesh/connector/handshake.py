@@ -6,14 +6,13 @@ It says who the owner is *now*: a process that came back at the same address has
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
 
 from pdmesh.channels import OWN_CONNECTION, open_channel
-from pdmesh.connector.active import ERROR_PREFIX, PullEnd
 from pdmesh.connector.base import PeerPool, Way
 from pdmesh.connector.owner import check_names, check_pools
 from pdmesh.connector.publications import PUBLISHING
@@ -62,44 +61,11 @@ class Peer:
     attaching: asyncio.Lock = field(default_factory=asyncio.Lock)
     transfers: set[str] = field(default_factory=set)
     """Running ones, renewed until they end."""
-    coming: set[str] = field(default_factory=set)
-    """Of those, the ones that the owner may not have begun yet: that it does not know them says nothing."""
     num_timeouts: int = 0
     """Calls in a row that got no answer in their time."""
-    num_errors: int = 0
-    """Transfers in a row that their connector failed."""
     regain_due_s: float | None = None
     """When a better connector is tried again, on the monotonic clock; None: not now."""
     regain_pause_s: float = 0.0
-
-    def track(self, transfer_id: str, *, is_coming: bool) -> None:
-        """Renew a transfer from now on."""
-        self.transfers.add(transfer_id)
-        if is_coming:
-            self.coming.add(transfer_id)
-
-    def untrack(self, transfer_id: str) -> None:
-        """A transfer has ended here; unknown ones are ignored."""
-        self.transfers.discard(transfer_id)
-        self.coming.discard(transfer_id)
-
-    def fails(self, committed: bool, reason: str) -> bool:
-        """Note the end of a transfer; whether it tells that the peer's memory cannot be read any more.
-
-        What one connector says of one transfer may be that transfer's own fault, a damaged file for one: others that run are
-        not given up for it, but when the next fails in the same way.
-        """
-        if committed:
-            self.num_errors = 0
-        self.num_errors += reason.startswith(ERROR_PREFIX)
-        is_repeated = self.num_errors > 1 or not self.transfers
-        return not committed and (
-            reason.startswith(PullEnd.PEER_LOST) or (reason.startswith(ERROR_PREFIX) and is_repeated)
-        )
-
-    def renewed(self, ended: Iterable[str]) -> None:
-        """The owner has renewed all but these, which it does not know, or not any more."""
-        self.transfers.difference_update(set(ended) - self.coming)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import grpc.aio
 from pdmesh.connector.checksums import PoolSums
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.publications import Publications
-from pdmesh.errors import HandshakeRefused, InvalidRequest, MeshError, TransferFailed
+from pdmesh.errors import HandshakeRefused, InvalidRequest, MeshError, Overloaded, TransferFailed
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.capabilities import (
@@ -114,12 +114,6 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         """What handshakes say of one connector now; empty when it is not offered."""
         return self._connectors.get(connector, b"")
 
-    def check_room(self, transfer_id: str) -> None:
-        """Raise TransferFailed when a transfer that is new here is one too many."""
-        is_new = self.offers.outcome_of(transfer_id) is None
-        if is_new and self.offers.num_transfers >= MAX_TRANSFERS:
-            raise TransferFailed(f"overloaded: {self.peer_id} has {MAX_TRANSFERS} transfers under way, its limit")
-
     def settle(self) -> None:
         """Report offers that ended and watch the leases that are left; call after changing `offers`."""
         for ended in self.offers.take_ended():
@@ -171,7 +165,9 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         try:
             if why_not:
                 raise TransferFailed(f"{UNAVAILABLE}: {begin.connector}: {why_not}")
-            self.check_room(begin.transfer_id)
+            is_new = self.offers.outcome_of(begin.transfer_id) is None
+            if is_new and self.offers.num_transfers >= MAX_TRANSFERS:
+                raise Overloaded(f"{self.peer_id} has {MAX_TRANSFERS} transfers under way, its limit")
             view = self.offers.begin(
                 begin.transfer_id,
                 begin.consumer_id,
@@ -201,6 +197,8 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         check_end(request)
         end = end_from_pb(request)
         known = self.offers.end(end.transfer_id, end.committed, end.reason)
+        if end.release_offer:
+            self.offers.release(end.release_offer, unread=True)
         self.settle()
         is_at_work, may_arrive = self.offers.is_writing(end.transfer_id), self.may_arrive(end.transfer_id)
         ended = Ended(

@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 
 from pdmesh.channels import disconnected
+from pdmesh.connector.active import ERROR_PREFIX, PullEnd
 from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, make_peer, open_stub, translated
 from pdmesh.connector.publications import PUBLISH_TIMEOUT_S, PUBLISHING
 from pdmesh.connector.regaining import Regaining
@@ -213,9 +214,9 @@ class PeerDirectory:
             self.track(peer, transfer_id)
         return begun
 
-    def track(self, peer: Peer, transfer_id: str, *, is_coming: bool = False) -> None:
-        """Renew a transfer that the owner knows already (a tier lookup's) until `end`; `is_coming`: or will know."""
-        peer.track(transfer_id, is_coming=is_coming)
+    def track(self, peer: Peer, transfer_id: str) -> None:
+        """Renew a transfer that the owner knows already (a tier lookup's) until `end`."""
+        peer.transfers.add(transfer_id)
         if self._renewing is None or self._renewing.done():
             self._renewing = self._in_background(self._renew(), "renew-transfers")
 
@@ -223,12 +224,12 @@ class PeerDirectory:
         """Tell the owner how a transfer ended, and learn what it makes of that. None when it has not answered in time: a live one
         is told once more in the background, else its lease ends it.
 
-        A peer whose memory could not be read is dropped, so that the next `reach` shakes hands anew: see `Peer.fails`.
+        A peer whose memory could not be read is dropped, so that the next `reach` shakes hands anew.
         """
         peer = self._by_id(peer_id)
         if peer is None:
             return None
-        peer.untrack(transfer_id)
+        peer.transfers.discard(transfer_id)
         request = end_to_pb(
             End(transfer_id=transfer_id, committed=committed, reason=reason[:MAX_REASON_CHARS], peer_id=peer_id)
         )
@@ -241,7 +242,7 @@ class PeerDirectory:
             ended = ended_from_pb(reply)
         except MeshError as exc:
             log.debug("%s was not told of the end of %s: %s", peer_id, transfer_id, exc.message)
-        if peer.fails(committed, reason):
+        if not committed and reason.startswith((PullEnd.PEER_LOST, ERROR_PREFIX)):
             self._lose(peer)
         elif ended is None and self.knows(peer):
             self._in_background(self._end_again(peer, request), "end-again")
@@ -388,7 +389,7 @@ class PeerDirectory:
             log.warning("transfers from %s cannot be renewed: %s", peer.peer_id, exc.message)
             return
         # The pull itself goes on: its generation check decides, and it ends in `end`.
-        peer.renewed(reply.ended)
+        peer.transfers.difference_update(reply.ended)
 
     def _in_background(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

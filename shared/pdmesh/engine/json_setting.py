@@ -11,11 +11,7 @@ def parse_object(setting: str, text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        bare = text.startswith("{") and '"' not in text
-        hint = (
-            "; a shell, or --prefill-args, takes its quotes away unless the whole is in single quotes" if bare else ""
-        )
-        raise ConfigError(f"{setting}: {text[:80]!r} is not JSON: {exc}{hint}") from None
+        raise ConfigError(f"{setting}: {text[:80]!r} is not JSON: {exc}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{setting}: {text[:80]!r} is not a JSON object")
     return values

@@ -88,6 +88,9 @@ class Generator(ABC):
         """Whether a request could be served now."""
         return not await self.problem()
 
+    def refused(self, params: dict[str, object]) -> None:  # noqa: B027
+        """Take note that a request with these `kv_transfer_params` did not come to `generate`; never blocks."""
+
     def transfer_params(self, request_id: str) -> dict[str, object] | None:
         """vLLM's `kv_transfer_params` for the answer of a request that asked for `do_remote_decode`; else None."""
         return None

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from pdmesh.config import HttpConfig
@@ -55,6 +56,10 @@ class Serving:
 
     async def completion(self, body: CompletionBody, raw: dict[str, Any], caller: Caller) -> Job:
         """Accept a completion request. Raises MeshError."""
+        with self._telling(body):
+            return await self._completion(body, raw, caller)
+
+    async def _completion(self, body: CompletionBody, raw: dict[str, Any], caller: Caller) -> Job:
         deadline = self._deadline()
         self._check_fields(body, raw)
         card = await self.card_for(body.model)
@@ -91,6 +96,10 @@ class Serving:
 
     async def chat(self, body: ChatBody, raw: dict[str, Any], caller: Caller) -> Job:
         """Accept a chat request. Raises MeshError."""
+        with self._telling(body):
+            return await self._chat(body, raw, caller)
+
+    async def _chat(self, body: ChatBody, raw: dict[str, Any], caller: Caller) -> Job:
         deadline = self._deadline()
         self._check_fields(body, raw)
         check_tools(body)
@@ -166,6 +175,16 @@ class Serving:
                 f"The model `{model[:200]}` does not exist. Valid aliases: {', '.join(names)}.", param="model"
             )
         return card
+
+    @contextmanager
+    def _telling(self, body: GenerationBody) -> Iterator[None]:
+        """Tell the generator of a refused request's parameters: another engine keeps KV for it."""
+        try:
+            yield
+        except BaseException:
+            if body.kv_transfer_params is not None:
+                self.generator.refused(body.kv_transfer_params)
+            raise
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._config.request_timeout_s

@@ -1129,11 +1129,14 @@ class EndTransferRequest(_message.Message):
     COMMITTED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     PEER_ID_FIELD_NUMBER: _builtins.int
+    RELEASE_OFFER_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     committed: _builtins.bool
     reason: _builtins.str
     peer_id: _builtins.str
     """of the owner that it is for, where an address has several pools; empty from an earlier release"""
+    release_offer: _builtins.str
+    """an offer of vLLM's flow that the consumer was named and will not read: it ends, where it is held"""
     def __init__(
         self,
         *,
@@ -1141,10 +1144,11 @@ class EndTransferRequest(_message.Message):
         committed: _builtins.bool = ...,
         reason: _builtins.str = ...,
         peer_id: _builtins.str = ...,
+        release_offer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "peer_id", b"peer_id", "reason", b"reason", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "peer_id", b"peer_id", "reason", b"reason", "release_offer", b"release_offer", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,6 +71,7 @@ def check_end(request: pb.EndTransferRequest) -> None:
     _check_id("transfer_id", request.transfer_id)
     _check_text("peer_id", request.peer_id, MAX_ID_CHARS)
     _check_text("reason", request.reason, MAX_REASON_CHARS)
+    _check_text("release_offer", request.release_offer, MAX_ID_CHARS)
 
 
 def check_read(request: pb.ReadBlocksRequest) -> None:

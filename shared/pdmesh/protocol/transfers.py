@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pdmesh.errors import MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.messages import NO_MARKS, GroupBlocks, KVMarks
-from pdmesh.protocol.states import Reason, TransferState
+from pdmesh.protocol.states import TransferState
 from pdmesh.protocol.wire import blocks_from_pb, blocks_to_pb, error_from_pb, error_to_pb, to_ms
 
 # A later release may have others: these mean nothing here.
@@ -19,18 +19,6 @@ class OfferView:
     groups: list[GroupBlocks]
     num_tokens: int
     marks: KVMarks = NO_MARKS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedOffer:
-    """An offer whose blocks the owner must let go now."""
-
-    offer_id: str
-    request_id: str
-    reason: Reason
-    """released, expired or committed."""
-    groups: list[GroupBlocks]
-    """Empty when it ended before its seal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +63,8 @@ class End:
     reason: str = ""
     peer_id: str = ""
     """Of the owner that it is for; empty from a consumer of an earlier release."""
+    release_offer: str = ""
+    """An offer of vLLM's flow that nobody will read any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +142,11 @@ def begun_from_pb(message: pb.BeginTransferReply) -> Begun:
 def end_to_pb(end: End) -> pb.EndTransferRequest:
     """Encode an end."""
     return pb.EndTransferRequest(
-        transfer_id=end.transfer_id, committed=end.committed, reason=end.reason, peer_id=end.peer_id
+        transfer_id=end.transfer_id,
+        committed=end.committed,
+        reason=end.reason,
+        peer_id=end.peer_id,
+        release_offer=end.release_offer,
     )
 
 
@@ -163,6 +157,7 @@ def end_from_pb(message: pb.EndTransferRequest) -> End:
         committed=message.committed,
         reason=message.reason,
         peer_id=message.peer_id,
+        release_offer=message.release_offer,
     )
 
 

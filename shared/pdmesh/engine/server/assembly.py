@@ -21,6 +21,7 @@ from pdmesh.engine.server.handoff import Handoff
 from pdmesh.engine.server.heart import Heart
 from pdmesh.engine.server.identity import Identity, describe, pushes
 from pdmesh.engine.server.kv_event_publisher import KVEventPublisher
+from pdmesh.engine.server.kv_peers import KVPeers
 from pdmesh.engine.server.kv_probe import KVProbe
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.local_generator import LocalGenerator
@@ -34,6 +35,7 @@ from pdmesh.engine.server.sessions import Sessions
 from pdmesh.engine.server.sources import Sources
 from pdmesh.engine.server.submission import Submission
 from pdmesh.engine.server.tier_client import TierClient
+from pdmesh.engine.server.unread_offers import UnreadOffers
 from pdmesh.errors import Draining, MeshError, PeerUnavailable
 from pdmesh.protocol.offers import OfferTable
 from pdmesh.security import MeshSecret
@@ -165,11 +167,13 @@ def assemble(
     fetches = Fetches(peers=peers, tasks=tasks, metrics=metrics)
     endings = Endings(table=table, core=core, handoff=handoff, fetches=fetches, metrics=metrics)
     resets = PrefixCacheResets(core, offers.note_reset)
+    allowed = KVPeers(config.kv_peers, on_loopback=config.on_loopback)
     sources = Sources(
         config=config,
         ready=ready,
         secret=secret,
         peers=peers,
+        allowed=allowed,
         attempts=Attempts(identity=identity, peers=peers, fetches=fetches),
         fetches=fetches,
         tier=tier,
@@ -246,6 +250,7 @@ def assemble(
             takes_params=config.on_loopback or bool(config.api_key),
             heart=heart,
             probe=probe,
+            unread=UnreadOffers(identity=identity, secret=secret, allowed=allowed, peers=peers, tasks=tasks),
         ),
         tier=tier,
         resets=resets,

@@ -257,8 +257,7 @@ class Expectations:
             block_bytes=ready.block_bytes,
         )
         expected.has_ordered, expected.num_shut_out = True, self.writers.num_shut_out
-        # Until its stream's end: the owner begins when the prompt has come and this pool is connected, which takes its time.
-        self._peers.track(peer, expected.transfer_id, is_coming=True)
+        self._peers.track(peer, expected.transfer_id)
         try:
             call = peer.stub.Push(
                 order_to_pb(order), timeout=expectation.remaining_s, metadata=self._secret.call_metadata()

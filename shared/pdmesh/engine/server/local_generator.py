@@ -1,6 +1,7 @@
 """This engine behind its own OpenAI port: the whole request here, or one leg of vLLM's stock prefill/decode flow."""
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
@@ -16,7 +17,8 @@ from pdmesh.engine.server.outputs import RETURNED
 from pdmesh.engine.server.requests import RunningRequest, Sink
 from pdmesh.engine.server.submission import StockLeg, Submission
 from pdmesh.engine.server.transfer_params import check_prompt, parse, remote_kv
-from pdmesh.errors import Forbidden, Overloaded, from_code
+from pdmesh.engine.server.unread_offers import UnreadOffers
+from pdmesh.errors import Forbidden, InvalidRequest, MeshError, Overloaded, from_code
 from pdmesh.openai.generator import DIRECT, Generator, ModelCard, TokenRequest, Trace
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
 
@@ -42,6 +44,7 @@ class LocalGenerator(Generator):
         takes_params: bool,
         heart: Heart,
         probe: KVProbe,
+        unread: UnreadOffers,
     ) -> None:
         """`takes_params`: whether whoever reaches the HTTP port may hand over by `kv_transfer_params`."""
         self._identity = identity
@@ -59,6 +62,7 @@ class LocalGenerator(Generator):
         self._board = board
         self._heart = heart
         self._probe = probe
+        self._unread = unread
         self._running: dict[str, RunningRequest] = {}
         self._params: OrderedDict[str, dict[str, object]] = OrderedDict()
         self.core_alive = True
@@ -82,9 +86,13 @@ class LocalGenerator(Generator):
                 "kv_transfer_params at an engine that other machines can reach needs --api-key",
                 param="kv_transfer_params",
             )
-        leg = _stock_leg(request)
         inbox, is_traced = _Inbox(), False
-        running = self._submission.submit(_engine_request(request), inbox, leg)
+        try:
+            leg = _stock_leg(request)
+            running = self._submission.submit(_engine_request(request), inbox, leg)
+        except MeshError:
+            self.refused(request.kv_transfer_params or {})
+            raise
         self._running[request.request_id] = running
         try:
             async for delta in inbox.deltas(running):
@@ -98,13 +106,17 @@ class LocalGenerator(Generator):
                     self._fill(request.trace, running, leg)
                     # Nothing of it changes once there is a token.
                     is_traced = bool(delta.token_ids)
+                    if is_traced and leg.remote is not None:
+                        self._unread.leg_answered(leg.remote, running.kv_source)
                 if delta.token_ids or delta.finish_reason:
                     yield delta
             if leg.offer:
                 self._keep_params(request.request_id, running)
-        except BaseException:
+        except BaseException as exc:
             if leg.offer:
                 self._handoff.release(running.offer_id)
+            if leg.remote is not None and not running.has_answered:
+                self._unread.leg_ended(leg.remote, exc)
             raise
         finally:
             if self._running.get(request.request_id) is running:
@@ -120,6 +132,14 @@ class LocalGenerator(Generator):
 
     def transfer_params(self, request_id: str) -> dict[str, object] | None:
         return self._params.pop(request_id, None)
+
+    def refused(self, params: dict[str, object]) -> None:
+        if not self._takes_params:
+            return
+        with contextlib.suppress(InvalidRequest):
+            parsed = parse(params)
+            if parsed.do_remote_prefill:
+                self._unread.let_go(remote_kv(parsed))
 
     def _keep_params(self, request_id: str, running: RunningRequest) -> None:
         params = self._handoff.params(running)

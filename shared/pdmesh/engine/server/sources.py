@@ -56,6 +56,7 @@ class Sources:
         ready: CoreReady,
         secret: MeshSecret,
         peers: PeerDirectory,
+        allowed: KVPeers,
         attempts: Attempts,
         fetches: Fetches,
         tier: TierClient | None,
@@ -69,7 +70,7 @@ class Sources:
         self._attempts = attempts
         self._fetches = fetches
         self._times = PullTimes(config.connector_options)
-        self._allowed = KVPeers(config.kv_peers, on_loopback=config.on_loopback)
+        self._allowed = allowed
         self._tier = tier
         self._metrics = metrics
         self._resets = resets
