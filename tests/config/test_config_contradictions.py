@@ -11,7 +11,11 @@ import pytest
 
 from pdmesh.config import EngineConfig, HttpConfig, load_config, unknown_variables
 from pdmesh.config.vllm_flags import FOREIGN_FLAGS, explain_foreign
+from pdmesh.connector.registry import check_installed
+from pdmesh.engine.json_setting import parse_object
 from pdmesh.errors import ConfigError
+from pdmesh.supervisor.config import UpConfig
+from pdmesh.supervisor.preflight import check_shared
 
 
 def refused(*argv: str, environ: dict[str, str] | None = None) -> str:
@@ -57,6 +61,7 @@ def refused(*argv: str, environ: dict[str, str] | None = None) -> str:
         ("--cpu-cores all", ["cpu-cores all", "'all'"]),
         ("--cpu-cores 1024", ["cpu-cores 1024", "0…1023"]),
         ("--cpu-cores 0-4,2", ["cpu-cores 0-4,2", "core 2", "twice"]),
+        ("--connector grpc,shm,grpc", ["connector", "grpc is named twice"]),
         ("--cpu-nice 20", ["cpu-nice", "less than or equal to 19", "'20'"]),
         ("--cpu-nice -1", ["cpu-nice", "greater than or equal to 0"]),
         ("--backend torch --cpu-isa avx2", ["cpu-isa avx2", "backend cpu", "torch"]),
@@ -183,3 +188,33 @@ def test_check_config_says_it_without_a_model(service: str) -> None:
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith(f"pdmesh {service}: max-num-batched-tokens 8 is less than max-num-seqs 9")
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_up_says_how_engines_get_a_connector_that_is_not_for_kvcache() -> None:
+    with pytest.raises(ConfigError, match=r"connector: .*file is for engines alone.*--prefill-args and --decode-args"):
+        load_config(UpConfig, ["--connector", "nixl,file"], prog="pdmesh up", environ={})
+
+
+def test_up_takes_sizes_as_engines_do() -> None:
+    config = load_config(UpConfig, ["--kv-cache-memory-bytes", "300M"], prog="pdmesh up", environ={})
+    assert config.kv_cache_memory_bytes == 300 << 20
+
+
+def test_connector_whose_package_is_not_installed_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`--check-config` was content with it, and `pdmesh up` found out when all services had been started."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="mooncake"):
+        check_installed(["shm", "mooncake"])
+    with pytest.raises(ConfigError, match="mooncake"):
+        check_shared(UpConfig(connector=["mooncake", "grpc"]))
+    check_installed(["shm", "grpc", "file"])
+
+
+def test_json_that_has_lost_its_quotes_is_told_where_they_went() -> None:
+    with pytest.raises(ConfigError, match=r"not JSON: .*takes its quotes away unless the whole is in single quotes"):
+        parse_object("kv-transfer-config", "{kv_connector:NixlConnector}")
+    with pytest.raises(ConfigError) as caught:
+        parse_object("kv-transfer-config", '{"kv_connector": NixlConnector}')
+    assert "quotes away" not in caught.value.message

@@ -487,24 +487,6 @@ def test_nothing_is_kept_of_peers_that_went() -> None:
     asyncio.run(scenario())
 
 
-def test_a_process_that_is_met_under_two_names_at_once_is_one_peer() -> None:
-    """Each name had a peer of its own under the same id: whichever was lost, the other's pulls went with it."""
-
-    async def scenario() -> None:
-        half = Half()
-        async with owning() as owner, directory(half) as peers:
-            names = (owner.address, f"localhost:{owner.port}")
-            first, second = await asyncio.gather(*(peers.reach(name, 2.0) for name in names))
-            assert first is second
-            assert [name for _, name in half.attached] == ["shm"]
-            peers.forget("owner@1")
-            assert not peers.knows(first)
-            assert half.detached == ["owner@1"]
-            assert not peers._greeter._attaching
-
-    asyncio.run(scenario())
-
-
 def test_a_second_name_reveals_a_restart() -> None:
     async def scenario() -> None:
         half = Half()
@@ -568,49 +550,6 @@ def test_dropping_a_peer_cancels_nobody() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("call", ["begin", "confirm"])
-def test_a_call_that_outlasts_its_lost_peers_channel_fails(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """It looked like the cancellation of whoever waited for it: a request that had asked for KV was never heard of again."""
-    monkeypatch.setattr(peers_module, "CALL_TIMEOUT_S", 0.3)
-    # As over `file`, where an offer may still be written.
-    monkeypatch.setattr(peers_module, "PUBLISHING", ["shm"])
-    asked: list[str] = []
-
-    def stuck(name: str) -> Any:
-        answer = getattr(PoolOwner, name)
-
-        async def stand_still(self: PoolOwner, request: Any, context: Any) -> Any:
-            asked.append(name)
-            if name == "BeginTransfer" or len(asked) > 1:
-                await asyncio.sleep(60)
-            return await answer(self, request, context)
-
-        return stand_still
-
-    for name in ("Handshake", "BeginTransfer"):
-        monkeypatch.setattr(PoolOwner, name, stuck(name))
-
-    async def scenario() -> None:
-        async with owning() as owner, directory(Half()) as peers:
-            owner.offer()
-            peer = await peers.reach(owner.address, 2.0)
-            if call == "begin":
-                begin = peers.begin(peer, transfer_id="t", offer_id="o", digest=DIGEST, remaining_s=20.0)
-                waiting: asyncio.Task[object] = asyncio.create_task(begin)
-            else:
-                waiting = asyncio.create_task(peers.confirm(peer, 20.0))
-            async with asyncio.timeout(5.0):
-                while len(asked) < 2:
-                    await asyncio.sleep(0.01)
-            peers.forget(peer.peer_id)
-            await asyncio.wait([waiting], timeout=4.0)
-            assert waiting.done()
-            assert not waiting.cancelled()
-            assert isinstance(waiting.exception(), PeerUnavailable)
-
-    asyncio.run(scenario())
-
-
 def test_a_pull_that_lost_its_peer_drops_it() -> None:
     async def scenario() -> None:
         half = Half()
@@ -648,6 +587,38 @@ def test_an_owner_that_still_writes_says_whether_it_will_know_when_it_has_stoppe
             assert await peers.end("owner@1", "t", False, "aborted") == Ended(
                 known=False, outcome=TransferState.ABORTED, peer_id="owner@1"
             )
+
+    asyncio.run(scenario())
+
+
+def test_one_transfers_fault_does_not_cost_the_others_of_its_peer() -> None:
+    """A damaged file was enough: the peer was dropped, and every pull from it ended with `peer_lost`."""
+
+    async def scenario() -> None:
+        half = Half()
+        async with owning() as owner, directory(half) as peers:
+            owner.offer()
+            peer = await peers.reach(owner.address, 2.0)
+
+            async def run(transfer_id: str) -> None:
+                await peers.begin(peer, transfer_id=transfer_id, offer_id="o", digest=DIGEST, remaining_s=5.0)
+
+            for transfer_id in ("t1", "t2", "t3", "t4", "t5"):
+                await run(transfer_id)
+            await peers.end("owner@1", "t1", False, "error:a block is not what its owner wrote")
+            ended = await peers.end("owner@1", "t2", True)
+            assert ended is not None
+            assert ended.outcome is TransferState.COMMITTED
+            await peers.end("owner@1", "t3", False, "error:a block is not what its owner wrote")
+            assert half.detached == []
+            # Twice in a row it is not the transfer's fault.
+            await peers.end("owner@1", "t4", False, "error:the connector is broken")
+            assert half.detached == ["owner@1"]
+            # Nor is anybody harmed when there is nobody else.
+            peer = await peers.reach(owner.address, 2.0)
+            await run("t6")
+            await peers.end("owner@1", "t6", False, "error:the connector is broken")
+            assert half.detached == ["owner@1", "owner@1"]
 
     asyncio.run(scenario())
 
@@ -694,6 +665,39 @@ def test_running_transfers_are_renewed_and_left_ones_expire(monkeypatch: pytest.
             assert owner.offers.num_transfers == owner.offers.num_open == 0
             assert owner.offers.transfers_ended[TransferState.EXPIRED] == 2
             assert [each.reason for each in owner.ended] == [Reason.EXPIRED]
+
+    asyncio.run(scenario())
+
+
+def test_a_transfer_that_its_owner_begins_late_is_renewed_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push: a renewal that came before its begin found nothing, and it was never renewed again."""
+    monkeypatch.setattr(peers_module, "RENEW_INTERVAL_S", 0.05)
+    monkeypatch.setattr(offers, "TRANSFER_LEASE_S", 0.5)
+
+    async def scenario() -> None:
+        async with owning() as owner, directory(Half()) as peers:
+            asked: list[str] = []
+            renew = owner.offers.renew_transfer
+            owner.offers.renew_transfer = lambda each: asked.append(each) or renew(each)  # type: ignore[method-assign, func-returns-value]
+            owner.offer(lease_s=60.0)
+            peer = await peers.reach(owner.address, 2.0)
+            peers.track(peer, "push", is_coming=True)
+
+            async def renewed(times: int) -> None:
+                async with asyncio.timeout(10):
+                    while len(asked) < times:
+                        await asyncio.sleep(0.01)
+
+            await renewed(2)
+            owner.offers.begin("push", "c", "o", DIGEST, written=True)
+            owner.servicer.settle()
+            asked.clear()
+            await renewed(2)
+            await asyncio.sleep(1.0)
+            assert owner.offers.outcome_of("push") is TransferState.READING
+            await peers.end(peer.peer_id, "push", True)
+            assert not peer.transfers
+            assert not peer.coming
 
     asyncio.run(scenario())
 

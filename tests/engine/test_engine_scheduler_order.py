@@ -67,6 +67,26 @@ def step(scheduler: Scheduler) -> dict[str, int]:
     return shares(schedule)
 
 
+def test_further_choices_start_beside_a_long_prompt_that_came_later() -> None:
+    """They waited for all of it, although they come first: nothing of the budget was left for who holds KV and waits."""
+    scheduler = make_scheduler()
+    add(scheduler, "b", 8, n=3, temperature=1.0, prefill_only=True)
+    add(scheduler, "a", 200)
+    assert step(scheduler) == {"b": 8, "a": 12}
+    assert step(scheduler) == {"a": 19, "b": 1}
+    assert step(scheduler) == {"a": 19, "b": 1}
+    assert step(scheduler) == {"a": 20}
+
+
+def test_nothing_is_kept_for_who_could_not_run_anyhow() -> None:
+    scheduler = make_scheduler(max_num_active_seqs=2)
+    add(scheduler, "b", 8, n=2, temperature=1.0, max_tokens=50)
+    add(scheduler, "a", 200)
+    assert step(scheduler) == {"b": 8, "a": 12}
+    assert scheduler.state.waiting.num_holding == 1
+    assert step(scheduler) == {"b": 1, "a": 19}
+
+
 # ---- admission -----------------------------------------------------------------------------------
 
 
@@ -213,19 +233,41 @@ def test_what_a_failed_request_computed_is_not_found_any_more() -> None:
 
 
 def test_who_waits_for_a_copy_of_a_failed_step_computes_it() -> None:
-    scheduler = make_scheduler()
+    scheduler = make_scheduler(max_num_active_seqs=2)
+    fetch(scheduler, "c", 8)
     add(scheduler, "a", 7, n=2, max_tokens=1)
     add(scheduler, "b", 60)
     assert step(scheduler) == {"a": 7, "b": 13}
+    end_pull(scheduler, "c")
     failing = scheduler.schedule()
-    # The copy for the second choice is made in a step that has no token for it.
-    assert (shares(failing), len(failing.plan.copies)) == ({"b": 20}, 1)
+    # The copy for the second choice is made in a step that has no place for it.
+    assert (shares(failing), len(failing.plan.copies)) == ({"b": 19, "c": 1}, 1)
     [waiting] = scheduler.state.waiting
     scheduler.fail(failing, "the device is on fire")
     assert (waiting.state, waiting.num_computed) == (State.PREEMPTED, 0)
     # The prompt's first block was full before.
     assert step(scheduler) == {"a": 3}
     assert scheduler.state.outbox.deltas[-1].finish_reason == "length"
+
+
+def test_blocks_of_a_step_under_way_are_not_safe_when_the_result_before_it_could_not_be_taken_in() -> None:
+    """Its rows were counted out twice, and their blocks given to pulls while the second step still wrote to them."""
+    scheduler = make_scheduler()
+    add(scheduler, "a", 4, max_tokens=50)
+    add(scheduler, "b", 4, max_tokens=50)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert shares(first).keys() == shares(second).keys() == {"a", "b"}
+    sequences = list(first.sequences)
+    broken = StepResult(token_ids=[NEXT])
+    with pytest.raises(IndexError):
+        scheduler.update(first, broken)
+    scheduler.state.take_strays()
+    scheduler.fail(first, "the engine failed in a step")
+    assert [each.num_in_flight for each in sequences] == [1, 1]
+    assert scheduler.state.take_strays()
+    update(scheduler, second)
+    assert [each.num_in_flight for each in sequences] == [0, 0]
+    scheduler.state.check_integrity()
 
 
 def test_a_step_loses_the_rows_of_a_request_that_met_a_bug_behind_them() -> None:

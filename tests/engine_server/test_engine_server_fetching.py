@@ -327,6 +327,25 @@ def test_a_dead_owner_is_not_taken_for_this_engine_by_the_proxy() -> None:
     play(scene, kv_load_failure_policy="fail")
 
 
+def test_an_owner_with_too_many_transfers_costs_the_fetch_and_not_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the request as Overloaded, for which the proxy excludes the engine that answered, whatever the policy."""
+    monkeypatch.setattr("pdmesh.connector.owner.MAX_TRANSFERS", 0)
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async with owning(request("r")) as (address, _):
+            inbox = submitted(engine, decode_leg(ticket_of(request("r"), address)))
+            await until(
+                lambda: (
+                    any(isinstance(each, AddRequest) for each in core.sent)
+                    or any(each.error_code for each in inbox.deltas)
+                )
+            )
+            assert core.added().source is None
+            assert counted(engine, "pdmesh_fallbacks_total", reason="overloaded") == 1
+
+    play(scene, kv_load_failure_policy="recompute")
+
+
 def test_a_stale_name_does_not_cost_a_live_peer_its_pulls() -> None:
     """Each ticket of an earlier start, and each wrong remote_engine_id, dropped the peer that lives there now."""
 

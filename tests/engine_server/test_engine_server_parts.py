@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from pdmesh.errors import Draining, InvalidRequest, Overloaded, PeerUnavailable,
 from pdmesh.lifecycle import Life
 from pdmesh.protocol.mesh_pb2_grpc import KVPeerStub
 from pdmesh.protocol.messages import ChoiceDelta
+from pdmesh.protocol.offers import OFFER_LEASE_S
 from pdmesh.protocol.pushes import Expectation, PushProgress
 from pdmesh.protocol.ticket import unseal
 from pdmesh.protocol.transfers import Begun
@@ -120,7 +122,7 @@ def test_a_push_that_is_asked_of_a_peer_lost_meanwhile_is_a_failed_push() -> Non
         expectations._connector = "nixl"
         engine.handoff.owner.set_metadata("nixl", b"where")
         channel = grpc.aio.insecure_channel("127.0.0.1:1")
-        peer: Any = SimpleNamespace(stub=KVPeerStub(channel), address="127.0.0.1:1", transfers=set())
+        peer: Any = SimpleNamespace(stub=KVPeerStub(channel), address="127.0.0.1:1", track=lambda *_, **__: None)
         await channel.close()
         expected = Expected(
             expectation=Expectation(
@@ -128,6 +130,7 @@ def test_a_push_that_is_asked_of_a_peer_lost_meanwhile_is_a_failed_push() -> Non
             ),
             sink=Inbox(),
             transfer_id="t",
+            deadline_s=time.monotonic() + 5.0,
             plan=asyncio.get_running_loop().create_future(),
         )
         with pytest.raises(PeerUnavailable):
@@ -217,6 +220,27 @@ def test_a_ticket_that_was_sent_outlives_its_session() -> None:
         sessions.close("ending", session)
         assert core.released() == []
         assert engine.offers.num_open == 1
+
+    play(scene)
+
+
+def test_an_offer_waits_for_its_last_choice_longer_than_a_lease() -> None:
+    """Its lease ran before the proxy had a ticket to renew it with: the ticket was empty, and decode computed all anew."""
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        inbox, clock = Inbox(), [time.monotonic()]
+        engine.offers._clock = lambda: clock[0]
+        made = request("a", prefill_only=True, choices=[0, 1], sampling={"n": 2})
+        running = engine.servicer._submission.submit(made, inbox)
+        await core.prefill()
+        clock[0] += OFFER_LEASE_S + 1
+        engine.handoff.renew("somebody else's")
+        await core.say(deltas=[ChoiceDelta(request_id=running.core_id, choice=1, token_ids=[8])])
+        assert unseal(inbox.deltas[-1].ticket, MeshSecret(SECRET)).first_tokens == {0: [9], 1: [8]}
+        # From now on the proxy renews it, or nobody does.
+        clock[0] += OFFER_LEASE_S + 1
+        engine.handoff.renew("somebody else's")
+        assert engine.offers.num_open == 0
 
     play(scene)
 

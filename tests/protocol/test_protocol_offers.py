@@ -185,6 +185,37 @@ def test_the_lease_starts_at_the_seal(table: OfferTable, clock: Clock) -> None:
     assert not table.renew("o")
 
 
+def test_the_lease_of_what_nobody_was_told_of_starts_when_somebody_is(table: OfferTable, clock: Clock) -> None:
+    """Of several choices the last may have its first token, and the ticket with it, long after the seal."""
+    table.open("o", request_id="r", digest=DIGEST, seal_within_s=10 * OFFER_LEASE_S)
+    assert table.seal("o", BLOCKS, 40, is_told=False)
+    clock.now += 5 * OFFER_LEASE_S
+    table.expire()
+    assert table.is_live("o")
+    table.tell("o")
+    clock.now += OFFER_LEASE_S - 0.1
+    assert table.renew("o")
+    clock.now += OFFER_LEASE_S
+    assert not table.renew("o")
+
+
+def test_an_offer_that_nobody_is_ever_told_of_ends_with_its_request(table: OfferTable, clock: Clock) -> None:
+    table.open("o", request_id="r", digest=DIGEST, seal_within_s=2 * OFFER_LEASE_S)
+    assert table.seal("o", BLOCKS, 40, is_told=False)
+    clock.now += 2 * OFFER_LEASE_S
+    assert not table.renew("o")
+
+
+def test_a_lease_that_starts_under_a_reader_does_not_end_before_it(table: OfferTable, clock: Clock) -> None:
+    table.open("o", request_id="r", digest=DIGEST, lease_s=1.0, seal_within_s=60.0)
+    assert table.seal("o", BLOCKS, 40, is_told=False)
+    table.begin("t", "c", "o", DIGEST)
+    table.tell("o")
+    clock.now += TRANSFER_LEASE_S - 0.1
+    assert table.renew_transfer("t")
+    assert table.is_live("o")
+
+
 def test_sealing_what_has_ended_says_so(table: OfferTable) -> None:
     opened(table, sealed=False)
     table.release("o")

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc.aio
 import pytest
 from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
+from pdmesh.cli.status import PREFIX, _lines
 from pdmesh.openai.http.route_header import describe_route
 from pdmesh.protocol import mesh_pb2 as pb
+from pdmesh.protocol.mesh_pb2_grpc import add_EngineServicer_to_server
+from pdmesh.security import MeshSecret
+from pdmesh.servers import grpc_server
 from support.fake_engine import FakeEngine
-from support.fake_mesh import fake_mesh, token_request, tokens_of, until
+from support.fake_mesh import FakeMesh, fake_mesh, proxy_over, token_request, tokens_of, until
 
 
 def test_engines_that_cannot_pair_are_named_once_with_what_differs(caplog: pytest.LogCaptureFixture) -> None:
@@ -51,6 +57,34 @@ def test_a_refused_pair_is_told_in_the_debug_header_and_in_the_metrics() -> None
             await prefill.kill()
             await until(lambda: len(mesh.cluster.view().engines) == 1)
             assert "pdmesh_proxy_unpaired_engines{" not in generate_latest(mesh.registry).decode()
+
+    asyncio.run(body())
+
+
+def test_an_engine_that_is_listed_but_cannot_be_used_is_named_with_the_reason() -> None:
+    """One with another secret, or without TLS, was in no metric: `pdmesh status` told of the others as if they were all."""
+
+    def told(mesh: FakeMesh) -> str:
+        text = generate_latest(mesh.registry).decode()
+        samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
+        names = {each.name.removeprefix(PREFIX): each for each in samples}
+        return "\n".join(_lines(samples, names))
+
+    async def body() -> None:
+        decode = FakeEngine("decode")
+
+        def register(server: grpc.aio.Server) -> list[str]:
+            add_EngineServicer_to_server(decode, server)
+            return []
+
+        async with (
+            decode,
+            grpc_server("127.0.0.1", 0, MeshSecret("the secret of another mesh"), register) as port,
+            proxy_over(prefill=[f"127.0.0.1:{port}"], decode=[decode.address]) as mesh,
+        ):
+            await until(lambda: "mesh secret" in told(mesh) and "engines: 1 decode" in told(mesh))
+            assert f"listed, but not used: 127.0.0.1:{port}: " in told(mesh)
+            assert decode.address not in told(mesh)
 
     asyncio.run(body())
 

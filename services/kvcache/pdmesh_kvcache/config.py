@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from pdmesh.config import ServiceConfig
-from pdmesh.config.settings import PoolConnector
+from pdmesh.config.settings import PoolConnectors
 
 
 class KVCacheConfig(ServiceConfig):
@@ -21,7 +21,7 @@ class KVCacheConfig(ServiceConfig):
     """Most models or layouts that share the arena, in equal parts; one more waits until another is idle."""
     layout_idle_s: float = Field(default=600.0, gt=0, le=86400)
     """Seconds without a call after which a layout's part is given to a layout that asks for one."""
-    connector: list[PoolConnector] = Field(default=["shm", "grpc"], min_length=1)
+    connector: PoolConnectors = Field(default=["shm", "grpc"], min_length=1)
     """Ways to exchange KV, in order of preference, comma-separated; the first that both sides can is used."""
     kv_checksums: bool = True
     """Check a sum of each block's bytes when it arrives, keep it, and tell it to whoever fetches the block."""

@@ -190,6 +190,7 @@ class Cluster:
         for role in (ROLE_PREFILL, ROLE_DECODE, ROLE_BOTH):
             self._metrics.engines.labels(role).set(roles[role])
         self._metrics.engines_refused.set(len(sessions) - len(serving))
+        self._metrics.unreached({each.address: each.problem for each in self._endpoints.values() if each.problem})
         self._tell_of_unlike()
         if not self._is_settled():
             self._discovery.hurry()

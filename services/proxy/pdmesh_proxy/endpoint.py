@@ -55,6 +55,11 @@ class Endpoint:
         self._unwanted = asyncio.Event()
         self._complaint = ""
 
+    @property
+    def problem(self) -> str:
+        """Why there is no session, once that is known; empty while there is one."""
+        return self._complaint if self.session is None else ""
+
     def want(self, listed: frozenset[Listed]) -> None:
         """The address is listed; `listed` says under which roles."""
         self.listed = listed

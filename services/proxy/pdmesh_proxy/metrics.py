@@ -96,12 +96,24 @@ class ProxyMetrics:
             "Engines that answer but serve another model than the rest, so are not used.",
             registry=registry,
         )
+        self._unreached = Gauge(
+            "pdmesh_proxy_engines_unreached",
+            "Addresses that are listed as engines and with which there is no session, and why.",
+            ["address", "why"],
+            registry=registry,
+        )
         self._unpaired = Gauge(
             "pdmesh_proxy_unpaired_engines",
             "Pairs of engines that cannot exchange KV, so do not disaggregate: what differs, and the settings to look at.",
             ["prefill", "decode", "why"],
             registry=registry,
         )
+
+    def unreached(self, problems: Mapping[str, str]) -> None:
+        """Show these addresses and why, and no others."""
+        self._unreached.clear()
+        for address, why in problems.items():
+            self._unreached.labels(address, why).set(1)
 
     def unpaired(self, refusals: Mapping[tuple[str, str], str]) -> None:
         """Show these (prefill, decode) and why, and no others."""

@@ -28,6 +28,9 @@ def _lines(samples: list[Sample], told: dict[str, Sample]) -> Iterator[str]:
     for name, words in COUNTED.items():
         if name in told and (count := told[name].value):
             yield f"  {count:.0f} {words}"
+    for sample in samples:
+        if sample.name == f"{PREFIX}engines_unreached":
+            yield f"  listed, but not used: {sample.labels['address']}: {sample.labels['why']}"
     yield f"requests in flight: {told['requests_in_flight'].value:.0f}"
     for sample in samples:
         if sample.name == f"{PREFIX}unpaired_engines":

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from pdmesh.config.contradictions import check_engine
-from pdmesh.config.settings import AutoSize, ConnectorName, HttpConfig, ServiceConfig, Size
+from pdmesh.config.settings import AutoSize, ConnectorNames, HttpConfig, ServiceConfig, Size
 
 
 class EngineConfig(ServiceConfig, HttpConfig):
@@ -108,7 +108,7 @@ class EngineConfig(ServiceConfig, HttpConfig):
     kv_transfer_mode: Literal["pull", "push"] = "pull"
     """push: between engines that both say so, full blocks of long prompts go into decode's prefix cache while prefill still
     computes (connector nixl; see the proxy's push_min_chunks); decode pulls what is left. pull: decode pulls all of it."""
-    connector: list[ConnectorName] = Field(default=["shm", "grpc"])
+    connector: ConnectorNames = Field(default=["shm", "grpc"])
     """Ways to exchange KV, in order of preference, comma-separated; the first that both sides can is used."""
     kv_checksums: bool = True
     """Tell peers a sum of each block's bytes, and check theirs: damaged KV then fails like any other pull that failed."""

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 # As in vLLM: a small letter is a power of 1000, a capital one of 1024.
@@ -23,10 +23,20 @@ Size = Annotated[int, BeforeValidator(_size)]
 """A number of tokens or bytes that may be written with a unit."""
 AutoSize = Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else _size(value))]
 """A size that may be "auto", which is 0."""
+
+
+def _distinct(names: list[str]) -> list[str]:
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise ValueError(f"{twice} is named twice")
+    return names
+
+
 PoolConnector = Literal["shm", "nixl", "grpc", "mooncake", "ucxx"]
 """Ways to exchange KV that read where it lies."""
 ConnectorName = Literal[PoolConnector, "file"]
 """All ways to exchange KV; `file` is for offers alone."""
+PoolConnectors = Annotated[list[PoolConnector], AfterValidator(_distinct)]
+ConnectorNames = Annotated[list[ConnectorName], AfterValidator(_distinct)]
 
 
 class Settings(BaseModel):

@@ -4,16 +4,16 @@ It says who the owner is *now*: a process that came back at the same address has
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
 
 from pdmesh.channels import OWN_CONNECTION, open_channel
+from pdmesh.connector.active import ERROR_PREFIX, PullEnd
 from pdmesh.connector.base import PeerPool, Way
 from pdmesh.connector.owner import check_names, check_pools
 from pdmesh.connector.publications import PUBLISHING
@@ -62,11 +62,44 @@ class Peer:
     attaching: asyncio.Lock = field(default_factory=asyncio.Lock)
     transfers: set[str] = field(default_factory=set)
     """Running ones, renewed until they end."""
+    coming: set[str] = field(default_factory=set)
+    """Of those, the ones that the owner may not have begun yet: that it does not know them says nothing."""
     num_timeouts: int = 0
     """Calls in a row that got no answer in their time."""
+    num_errors: int = 0
+    """Transfers in a row that their connector failed."""
     regain_due_s: float | None = None
     """When a better connector is tried again, on the monotonic clock; None: not now."""
     regain_pause_s: float = 0.0
+
+    def track(self, transfer_id: str, *, is_coming: bool) -> None:
+        """Renew a transfer from now on."""
+        self.transfers.add(transfer_id)
+        if is_coming:
+            self.coming.add(transfer_id)
+
+    def untrack(self, transfer_id: str) -> None:
+        """A transfer has ended here; unknown ones are ignored."""
+        self.transfers.discard(transfer_id)
+        self.coming.discard(transfer_id)
+
+    def fails(self, committed: bool, reason: str) -> bool:
+        """Note the end of a transfer; whether it tells that the peer's memory cannot be read any more.
+
+        What one connector says of one transfer may be that transfer's own fault, a damaged file for one: others that run are
+        not given up for it, but when the next fails in the same way.
+        """
+        if committed:
+            self.num_errors = 0
+        self.num_errors += reason.startswith(ERROR_PREFIX)
+        is_repeated = self.num_errors > 1 or not self.transfers
+        return not committed and (
+            reason.startswith(PullEnd.PEER_LOST) or (reason.startswith(ERROR_PREFIX) and is_repeated)
+        )
+
+    def renewed(self, ended: Iterable[str]) -> None:
+        """The owner has renewed all but these, which it does not know, or not any more."""
+        self.transfers.difference_update(set(ended) - self.coming)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +168,6 @@ class Greeter:
         self._attach = attach
         self._block_bytes = block_bytes
         self._logged: dict[tuple[str, str], None] = {}
-        self._attaching: dict[str, asyncio.Future[None]] = {}
-        """By peer id: done when the handshake that attaches it has ended."""
 
     async def ask(
         self, stub: "mesh_pb2_grpc.KVPeerAsyncStub", address: str, deadline_s: float = HANDSHAKE_TIMEOUT_S
@@ -153,10 +184,9 @@ class Greeter:
             block_bytes=self._block_bytes,
         )
         try:
-            with cut_off_as_lost(address):
-                reply: pb.HandshakeReply = await stub.Handshake(
-                    request, timeout=min(HANDSHAKE_TIMEOUT_S, deadline_s), metadata=self._secret.call_metadata()
-                )
+            reply: pb.HandshakeReply = await stub.Handshake(
+                request, timeout=min(HANDSHAKE_TIMEOUT_S, deadline_s), metadata=self._secret.call_metadata()
+            )
         except grpc.aio.UsageError as exc:
             # The peer was lost, and its channel closed, before the question was put.
             raise PeerUnavailable(f"{address} was lost") from exc
@@ -189,19 +219,6 @@ class Greeter:
             else:
                 return name
         return ""
-
-    @contextlib.asynccontextmanager
-    async def alone_with(self, peer_id: str) -> AsyncIterator[None]:
-        """Wait until nobody attaches a peer: met under two names at once it would be two peers of one id, and who loses one of
-        them detaches both."""
-        while (other := self._attaching.get(peer_id)) is not None:
-            await asyncio.wait([other])
-        done = self._attaching[peer_id] = asyncio.get_running_loop().create_future()
-        try:
-            yield
-        finally:
-            del self._attaching[peer_id]
-            done.set_result(None)
 
     async def attach_first(self, address: str, greeting: "Greeting", after: str = "") -> str:
         """Attach by the first connector that both sides have and that works, of those after `after`; returns its name.
@@ -268,18 +285,6 @@ def is_gone(error: MeshError) -> bool:
     if isinstance(cause, grpc.aio.UsageError):
         return True
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAVAILABLE
-
-
-@contextlib.contextmanager
-def cut_off_as_lost(address: str) -> Iterator[None]:
-    """Raise PeerUnavailable for a call that ends as its channel is closed, by whoever lost the peer meanwhile: grpc makes it look
-    like the cancellation of the task that waits, which nobody would then hear of."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        if (task := asyncio.current_task()) is None or task.cancelling():
-            raise
-        raise PeerUnavailable(f"{address} was lost during a call") from None
 
 
 def translated(error: grpc.aio.AioRpcError, address: str) -> MeshError:

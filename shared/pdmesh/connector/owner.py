@@ -16,7 +16,7 @@ import grpc.aio
 from pdmesh.connector.checksums import PoolSums
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.publications import Publications
-from pdmesh.errors import HandshakeRefused, InvalidRequest, MeshError, Overloaded, TransferFailed
+from pdmesh.errors import HandshakeRefused, InvalidRequest, MeshError, TransferFailed
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.protocol.capabilities import (
@@ -114,6 +114,12 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         """What handshakes say of one connector now; empty when it is not offered."""
         return self._connectors.get(connector, b"")
 
+    def check_room(self, transfer_id: str) -> None:
+        """Raise TransferFailed when a transfer that is new here is one too many."""
+        is_new = self.offers.outcome_of(transfer_id) is None
+        if is_new and self.offers.num_transfers >= MAX_TRANSFERS:
+            raise TransferFailed(f"overloaded: {self.peer_id} has {MAX_TRANSFERS} transfers under way, its limit")
+
     def settle(self) -> None:
         """Report offers that ended and watch the leases that are left; call after changing `offers`."""
         for ended in self.offers.take_ended():
@@ -165,9 +171,7 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         try:
             if why_not:
                 raise TransferFailed(f"{UNAVAILABLE}: {begin.connector}: {why_not}")
-            is_new = self.offers.outcome_of(begin.transfer_id) is None
-            if is_new and self.offers.num_transfers >= MAX_TRANSFERS:
-                raise Overloaded(f"{self.peer_id} has {MAX_TRANSFERS} transfers under way, its limit")
+            self.check_room(begin.transfer_id)
             view = self.offers.begin(
                 begin.transfer_id,
                 begin.consumer_id,

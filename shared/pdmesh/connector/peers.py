@@ -22,8 +22,7 @@ import grpc
 import grpc.aio
 
 from pdmesh.channels import disconnected
-from pdmesh.connector.active import ERROR_PREFIX, PullEnd
-from pdmesh.connector.handshake import Attach, Greeter, Peer, cut_off_as_lost, is_gone, make_peer, open_stub, translated
+from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, make_peer, open_stub, translated
 from pdmesh.connector.publications import PUBLISH_TIMEOUT_S, PUBLISHING
 from pdmesh.connector.regaining import Regaining
 from pdmesh.connector.silences import Silences
@@ -214,9 +213,9 @@ class PeerDirectory:
             self.track(peer, transfer_id)
         return begun
 
-    def track(self, peer: Peer, transfer_id: str) -> None:
-        """Renew a transfer that the owner knows already (a tier lookup's) until `end`."""
-        peer.transfers.add(transfer_id)
+    def track(self, peer: Peer, transfer_id: str, *, is_coming: bool = False) -> None:
+        """Renew a transfer that the owner knows already (a tier lookup's) until `end`; `is_coming`: or will know."""
+        peer.track(transfer_id, is_coming=is_coming)
         if self._renewing is None or self._renewing.done():
             self._renewing = self._in_background(self._renew(), "renew-transfers")
 
@@ -224,12 +223,12 @@ class PeerDirectory:
         """Tell the owner how a transfer ended, and learn what it makes of that. None when it has not answered in time: a live one
         is told once more in the background, else its lease ends it.
 
-        A peer whose memory could not be read is dropped, so that the next `reach` shakes hands anew.
+        A peer whose memory could not be read is dropped, so that the next `reach` shakes hands anew: see `Peer.fails`.
         """
         peer = self._by_id(peer_id)
         if peer is None:
             return None
-        peer.transfers.discard(transfer_id)
+        peer.untrack(transfer_id)
         request = end_to_pb(
             End(transfer_id=transfer_id, committed=committed, reason=reason[:MAX_REASON_CHARS], peer_id=peer_id)
         )
@@ -242,7 +241,7 @@ class PeerDirectory:
             ended = ended_from_pb(reply)
         except MeshError as exc:
             log.debug("%s was not told of the end of %s: %s", peer_id, transfer_id, exc.message)
-        if not committed and reason.startswith((PullEnd.PEER_LOST, ERROR_PREFIX)):
+        if peer.fails(committed, reason):
             self._lose(peer)
         elif ended is None and self.knows(peer):
             self._in_background(self._end_again(peer, request), "end-again")
@@ -274,18 +273,17 @@ class PeerDirectory:
             reply = greeting.reply
             # It answers: whoever comes now waits for this meeting, which may take its time in the core.
             self._silences.answered(address)
-            async with self._greeter.alone_with(reply.peer_id):
-                if (known := self._by_id(reply.peer_id)) is not None:
-                    # The same process under a second name.
-                    self._known[address] = known
-                    await channel.close(None)
-                    return known
-                self._forget_other_epochs(reply.peer_id)
-                connector = await self._greeter.attach_first(address, greeting)
-                peer = self._known[address] = make_peer(greeting, address, connector, channel, stub)
+            if (known := self._by_id(reply.peer_id)) is not None:
+                # The same process under a second name.
+                await channel.close(None)
+                self._known[address] = known
+                return known
+            self._forget_other_epochs(reply.peer_id)
+            connector = await self._greeter.attach_first(address, greeting)
         except BaseException:
             await channel.close(None)
             raise
+        peer = self._known[address] = make_peer(greeting, address, connector, channel, stub)
         self._regaining.note_met(peer)
         self._in_background(self._watch(peer), "watch-peer")
         return peer
@@ -336,8 +334,7 @@ class PeerDirectory:
     async def _calling(self, peer: Peer) -> AsyncIterator[None]:
         """Turn a failed call into an error of ours, and draw the conclusions about its peer."""
         try:
-            with cut_off_as_lost(peer.address):
-                yield
+            yield
         except grpc.aio.UsageError as exc:
             # Another call has lost the peer, and closed its channel, before this one began.
             raise PeerUnavailable(f"{peer.address} was lost") from exc
@@ -391,7 +388,7 @@ class PeerDirectory:
             log.warning("transfers from %s cannot be renewed: %s", peer.peer_id, exc.message)
             return
         # The pull itself goes on: its generation check decides, and it ends in `end`.
-        peer.transfers.difference_update(reply.ended)
+        peer.renewed(reply.ended)
 
     def _in_background(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

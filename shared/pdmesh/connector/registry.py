@@ -1,6 +1,6 @@
 """Connectors by name: the one place that knows which exist."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from pdmesh.connector.base import WorkerConnector
 from pdmesh.connector.options import (
@@ -16,6 +16,9 @@ from pdmesh.connector.options import (
 from pdmesh.connector.shm import ShmConnector
 from pdmesh.errors import ConfigError
 from pdmesh.security import MeshSecret
+
+NATIVE = ("nixl", "mooncake", "ucxx")
+"""Those with a library of their own."""
 
 
 def make_worker_connectors(
@@ -44,6 +47,15 @@ def make_worker_connectors(
             connector.close()
         raise
     return made
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise ConfigError for a connector whose package is not installed. Starts nothing."""
+    natives = [name for name in names if name in NATIVE]
+    for connector in make_worker_connectors(
+        natives, peer_id="check@0", secret=MeshSecret(""), on_loopback=True
+    ).values():
+        connector.close()
 
 
 def _make_shm(peer_id: str, secret: MeshSecret, on_loopback: bool, options: ConnectorOptions) -> WorkerConnector:

@@ -11,7 +11,11 @@ def parse_object(setting: str, text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{setting}: {text[:80]!r} is not JSON: {exc}") from None
+        bare = text.startswith("{") and '"' not in text
+        hint = (
+            "; a shell, or --prefill-args, takes its quotes away unless the whole is in single quotes" if bare else ""
+        )
+        raise ConfigError(f"{setting}: {text[:80]!r} is not JSON: {exc}{hint}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{setting}: {text[:80]!r} is not a JSON object")
     return values

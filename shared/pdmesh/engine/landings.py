@@ -131,7 +131,7 @@ class Landings:
         if landing is None:
             return
         if message.is_broken:
-            self._state.kv.prompts.forget(landing.part(0, landing.num_arrived))
+            self._state.kv.prompts.forget(landing.part(0, landing.num_arrived), landing.first, landing.keys)
         if message.is_stopped:
             self._stopped(message.transfer_id, landing)
         if message.is_unwanted or message.is_broken:

@@ -53,10 +53,14 @@ class PromptBlocks:
             if stored:
                 self.tell_stored(index, stored, keys, token_ids, extra_keys)
 
-    def forget(self, blocks: BlockLists) -> None:
-        """Take the names off blocks: what they hold is not to be trusted."""
-        for block_ids in blocks:
-            self._pool.forget(block_ids)
+    def forget(self, blocks: BlockLists, first: int, keys: list[bytes]) -> None:
+        """Take these names off blocks that were registered so: what they held is not to be trusted.
+
+        A block that was given away meanwhile has another name, or none, and stays as it is.
+        """
+        for index, table in enumerate(blocks):
+            named = zip(table, keys[first : first + len(table)], strict=True)
+            self._pool.forget([block_id for block_id, key in named if self._pool.find(index, key) == block_id])
 
     def tell_stored(
         self, group: int, places: list[int], keys: list[bytes], token_ids: NDArray[np.int64], extra_keys: ExtraKeys

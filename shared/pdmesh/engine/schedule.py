@@ -14,6 +14,7 @@ class Schedule:
     sequences: list[Sequence] = field(default_factory=list)
     num_free: int = -1
     """Blocks that were free when it had been planned; -1: nobody may be added to it."""
+    has_ended: bool = False
 
     def add(self, sequence: Sequence, start: int, count: int) -> None:
         """Let a running sequence compute `count` tokens from `start` on, and sample when these reach its last."""
@@ -27,6 +28,17 @@ class Schedule:
         plan.starts.append(start)
         plan.counts.append(count)
         plan.samples.append(is_sampled)
+
+    def end(self) -> None:
+        """Note that no worker computes it any more; repeating it changes nothing.
+
+        For all its rows at once, before any is looked at: whoever is counted twice would seem to be in no step while one
+        that writes to its blocks is under way.
+        """
+        if not self.has_ended:
+            self.has_ended = True
+            for sequence in self.sequences:
+                sequence.num_in_flight -= 1
 
     @property
     def num_tokens(self) -> int:

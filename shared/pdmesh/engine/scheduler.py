@@ -150,17 +150,16 @@ class Scheduler:
     def update(self, schedule: Schedule, result: StepResult) -> None:
         """Take in what a step produced. Steps are updated in the order in which they were planned."""
         plan, advance = schedule.plan, self._progress.advance
+        schedule.end()
         for index, sequence in enumerate(schedule.sequences):
-            sequence.num_in_flight -= 1
             try:
                 advance(sequence, index, plan, result)
             except BrokenSequence as exc:
                 self.expel(exc)
 
     def fail(self, schedule: Schedule, message: str) -> None:
-        """End all requests of a step that could not be run."""
-        for sequence in schedule.sequences:
-            sequence.num_in_flight -= 1
+        """End all requests of a step that could not be run, or whose result could not be taken in."""
+        schedule.end()
         if schedule.plan.copies:
             # Blocks were to be copied for sequences that still wait: whether they were, nobody knows.
             for sequence in self.state.waiting.holders():
@@ -212,7 +211,7 @@ class Scheduler:
                 count = 1
             else:
                 # A long prompt leaves a token for each of those behind it, so that none of them stands still.
-                num_behind = len(state.running) - place - 1
+                num_behind = min(len(state.running) + state.waiting.num_holding, self._max_active) - place - 1
                 count = self._share(
                     sequence,
                     sequence.num_wanted - start,

@@ -1,6 +1,5 @@
 """A decoder's weights as the CPU library reads them: packed once into the weights cache, then mapped from it."""
 
-import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ def load_cpu_weights(
         for each in plan.projections()
     }
     formats = "-".join(sorted({choice.format.name.lower() for choice in choices.values()}))
-    key = f"{fingerprint}-{_stamp(reader)}-{formats}-{quantization.value}-{ABI_VERSION}-{library.packing}"
+    key = f"{fingerprint}-{formats}-{quantization.value}-{ABI_VERSION}-{library.packing}"
     path = weight_path(key)
     file = open_weight_file(path, key)
     if file is None:
@@ -65,14 +64,6 @@ def load_cpu_weights(
         )
     report(1.0)
     return CpuWeights(plan, file, *_views(file))
-
-
-def _stamp(reader: WeightReader) -> str:
-    """Name the state of the checkpoint's files: the fingerprint has samples of them, and does not see every edit in place."""
-    paths = sorted({region.path for region in reader.stored_regions()})
-    states = [path.stat() for path in paths]
-    text = " ".join(f"{state.st_size}:{state.st_mtime_ns}" for state in states)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _entries(library: Library, plan: WeightPlan, choices: dict[str, FormatChoice]) -> list[Entry]:

@@ -31,7 +31,7 @@ from pdmesh.protocol.states import (
     TransferState,
     event_of_end,
 )
-from pdmesh.protocol.transfers import OfferView
+from pdmesh.protocol.transfers import EndedOffer, OfferView
 
 __all__ = ["EndedOffer", "OfferState", "OfferTable", "OfferView", "Reason", "TransferState"]
 
@@ -45,18 +45,6 @@ RENEW_INTERVAL_S = 2.0
 """How often whoever needs an offer or a transfer renews it."""
 NUM_REMEMBERED = 4096
 """Ended offers and transfers that are remembered, so that a late call learns what became of them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedOffer:
-    """An offer whose blocks the owner must let go now."""
-
-    offer_id: str
-    request_id: str
-    reason: Reason
-    """released, expired or committed."""
-    groups: list[GroupBlocks]
-    """Empty when it ended before its seal."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,7 +130,7 @@ class OfferTable:
         release_on_commit: bool = False,
         seal_within_s: float = 600.0,
     ) -> None:
-        """Start an offer. Its lease starts at the seal; until then it lives `seal_within_s`, the request's own deadline."""
+        """Start an offer. Until its lease starts, at the seal or later, it lives `seal_within_s`, the request's own deadline."""
         if self.knows(offer_id):
             raise ValueError(f"offer {offer_id} was opened before")
         offer = _Offer(
@@ -155,8 +143,13 @@ class OfferTable:
         self._offers[offer_id] = offer
         self._hold_until(offer, self._clock() + seal_within_s)
 
-    def seal(self, offer_id: str, groups: list[GroupBlocks], num_tokens: int, marks: KVMarks = NO_MARKS) -> bool:
-        """Say that the blocks are complete. False when the offer has ended meanwhile: there is nothing more to do."""
+    def seal(
+        self, offer_id: str, groups: list[GroupBlocks], num_tokens: int, marks: KVMarks = NO_MARKS, is_told: bool = True
+    ) -> bool:
+        """Say that the blocks are complete. False when the offer has ended meanwhile: there is nothing more to do.
+
+        `is_told`: whoever is to renew it learns of it now; else `tell` starts its lease later.
+        """
         self.expire()
         offer = self._offers.get(offer_id)
         if offer is None or offer.state is not OfferState.OPEN:
@@ -164,8 +157,17 @@ class OfferTable:
         offer.on(OfferEvent.SEAL)
         offer.groups, offer.num_tokens = groups, num_tokens
         offer.marks = msgspec.structs.replace(marks, before_reset=marks.before_reset or offer.marks.before_reset)
-        self._hold_until(offer, self._clock() + offer.lease_s)
+        lease_until_s = self._clock() + offer.lease_s
+        self._hold_until(offer, lease_until_s if is_told else max(offer.deadline_s, lease_until_s))
         return True
+
+    def tell(self, offer_id: str) -> None:
+        """Start the lease of an offer that was sealed for somebody who knows of it only from now on."""
+        self.expire()
+        offer = self._offers.get(offer_id)
+        if offer is not None and offer.state is OfferState.SEALED:
+            readers_until_s = max((self._transfers[each].deadline_s for each in offer.reading), default=0.0)
+            self._hold_until(offer, max(self._clock() + offer.lease_s, readers_until_s))
 
     def begin(
         self,

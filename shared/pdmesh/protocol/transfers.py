@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pdmesh.errors import MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.messages import NO_MARKS, GroupBlocks, KVMarks
-from pdmesh.protocol.states import TransferState
+from pdmesh.protocol.states import Reason, TransferState
 from pdmesh.protocol.wire import blocks_from_pb, blocks_to_pb, error_from_pb, error_to_pb, to_ms
 
 # A later release may have others: these mean nothing here.
@@ -19,6 +19,18 @@ class OfferView:
     groups: list[GroupBlocks]
     num_tokens: int
     marks: KVMarks = NO_MARKS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedOffer:
+    """An offer whose blocks the owner must let go now."""
+
+    offer_id: str
+    request_id: str
+    reason: Reason
+    """released, expired or committed."""
+    groups: list[GroupBlocks]
+    """Empty when it ended before its seal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from pdmesh.config import LOOPBACK_HOSTS, TlsConfig
-from pdmesh.config.settings import PoolConnector
+from pdmesh.config.settings import AutoSize, PoolConnectors, Size
 from pdmesh.models.source import DEMO_MODEL
 
 MAX_REPLICAS = 64
@@ -24,8 +24,9 @@ class UpConfig(TlsConfig):
     """Decode engines to start."""
     aggregated: bool = False
     """One engine does prefill and decode: no disaggregation."""
-    connector: list[PoolConnector] = Field(default=["shm", "grpc"])
-    """Ways to move KV between engines, in order of preference, comma-separated."""
+    connector: PoolConnectors = Field(default=["shm", "grpc"])
+    """Ways to move KV between engines, in order of preference, comma-separated; kvcache has the same. `file` is for engines
+    alone and goes to them by --prefill-args and --decode-args: "--connector file,grpc --connector-options …"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Weights and KV; auto: bfloat16 with the CPU library, float32 with PyTorch."""
     backend: Literal["auto", "cpu", "torch"] = "auto"
@@ -40,9 +41,9 @@ class UpConfig(TlsConfig):
     """Port of the proxy."""
     api_key: list[str] = Field(default=[], repr=False)
     """Keys that clients may use, comma-separated. Empty: no check."""
-    max_model_len: int = Field(default=0, ge=0)
+    max_model_len: AutoSize = Field(default=0, ge=0)
     """Longest prompt plus output, tokens; 0: the model's own limit."""
-    kv_cache_memory_bytes: int = Field(default=0, ge=0)
+    kv_cache_memory_bytes: AutoSize = Field(default=0, ge=0, le=1 << 60)
     """Size of each engine's KV pool; 0: the engine decides."""
     cpu_threads: int = Field(default=0, ge=0, le=1024)
     """Compute threads of each engine; 0: all cores, divided by a role's engines at the start. Prefill's give way to decode's."""
@@ -52,7 +53,7 @@ class UpConfig(TlsConfig):
     """URL of a Redis or Valkey server for the tier, redis://…; empty: an embedded Valkey is started."""
     valkey_required: bool = True
     """Refuse to start while the server at `valkey` does not answer."""
-    valkey_memory_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    valkey_memory_bytes: Size = Field(default=1 << 30, ge=1 << 20)
     """Most memory that the embedded Valkey takes; what was used longest ago goes first."""
     prefill_args: str = ""
     """Further flags for every prefill engine, as one string: "--max-num-batched-tokens 512"."""
@@ -74,6 +75,16 @@ class UpConfig(TlsConfig):
     """Seconds until everything must be ready; loading a large model takes most of it."""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
     """Seconds that running requests get to finish on Ctrl-C; a second Ctrl-C ends them at once."""
+
+    @field_validator("connector", mode="before")
+    @classmethod
+    def _check_file(cls, names: object) -> object:
+        if isinstance(names, list | tuple) and "file" in names:
+            raise ValueError(
+                "file is for engines alone, not for kvcache, and needs options: give it to them by --prefill-args and "
+                "--decode-args, as \"--connector file,grpc --connector-options '{...}'\""
+            )
+        return names
 
     @model_validator(mode="after")
     def _check_secret(self) -> "UpConfig":

@@ -36,6 +36,10 @@ def check_shared(config: UpConfig) -> ModelSource:
         from pdmesh.security import MeshSecret
 
         MeshSecret.load(common)
+    if not set(config.connector) <= {"shm", "grpc"}:
+        from pdmesh.connector.registry import check_installed
+
+        check_installed(config.connector)
     return check_model(common)
 
 

@@ -16,7 +16,7 @@ from pdmesh.connector.peers import Ask, Peer, PeerDirectory
 from pdmesh.engine.server.fetches import ABORTED, Fetch, Fetches, Origin
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.requests import RunningRequest
-from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable, TransferFailed
+from pdmesh.errors import Forbidden, HandshakeRefused, MeshError, PeerError, PeerUnavailable, TransferFailed
 from pdmesh.protocol.transfers import OfferView
 
 RESTARTED = "restarted"
@@ -84,7 +84,7 @@ class Attempts:
             if begun.error is not None:
                 self._fetches.failed(fetch, reason_of(begun.error))
                 if reason_of(begun.error) != UNAVAILABLE:
-                    raise begun.error
+                    raise _of_peer(begun.error)
                 # Each connector comes after the one before, so that this ends.
                 failed_over, why = connector, begun.error
                 continue
@@ -131,6 +131,13 @@ def reason_of(error: BaseException) -> str:
         return ABORTED
     word = error.message.partition(":")[0]
     return word if word.isidentifier() else "transfer_failed"
+
+
+def _of_peer(error: MeshError) -> MeshError:
+    """What an owner refuses a transfer with, as an error that the failure policy is for: it is none of this engine's."""
+    if isinstance(error, (PeerError, Forbidden)):
+        return error
+    return TransferFailed(f"{error.code}: {error.message}")
 
 
 def _restarted(target: Target, peer_id: str) -> TransferFailed:

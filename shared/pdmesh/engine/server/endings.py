@@ -77,8 +77,8 @@ class Endings:
 
     def _let_go(self, running: RunningRequest, *, keep_offer: bool) -> None:
         self._fetches.abandon(running)
-        if running.offer_id and not keep_offer:
-            self._handoff.release(running.offer_id)
+        if running.offer_id:
+            (self._handoff.tell if keep_offer else self._handoff.release)(running.offer_id)
         self._report(running)
 
     def _report(self, running: RunningRequest) -> None:

@@ -257,7 +257,8 @@ class Expectations:
             block_bytes=ready.block_bytes,
         )
         expected.has_ordered, expected.num_shut_out = True, self.writers.num_shut_out
-        self._peers.track(peer, expected.transfer_id)
+        # Until its stream's end: the owner begins when the prompt has come and this pool is connected, which takes its time.
+        self._peers.track(peer, expected.transfer_id, is_coming=True)
         try:
             call = peer.stub.Push(
                 order_to_pb(order), timeout=expectation.remaining_s, metadata=self._secret.call_metadata()

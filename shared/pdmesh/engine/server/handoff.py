@@ -91,7 +91,8 @@ class Handoff:
 
     def sealed(self, message: OfferSealed) -> None:
         """The core holds the whole prompt's blocks."""
-        if self._offers.seal(message.offer_id, message.groups, message.num_tokens, message.marks):
+        # Other choices may compute yet: nobody can renew it before all have their first token and the ticket is out.
+        if self._offers.seal(message.offer_id, message.groups, message.num_tokens, message.marks, is_told=False):
             self._sealed[message.offer_id] = message
             self.owner.publications.sealed(message.offer_id)
             if self.owner.sums is not None:
@@ -144,6 +145,11 @@ class Handoff:
             num_tokens=sealed.num_tokens,
             num_cached=running.num_cached,
         )
+
+    def tell(self, offer_id: str) -> None:
+        """Start an offer's lease: its ticket or parameters are on their way."""
+        self._offers.tell(offer_id)
+        self.owner.settle()
 
     def renew(self, offer_id: str) -> bool:
         """Extend an offer for a proxy; False when it has ended."""

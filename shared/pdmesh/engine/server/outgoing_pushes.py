@@ -154,6 +154,7 @@ class OutgoingPushes:
         await self._attach(order)
         if begin.transfer_id in self._active:
             raise TransferFailed(f"{Reason.TRANSFER_ENDED}: transfer {begin.transfer_id} is written already")
+        self._owner.check_room(begin.transfer_id)
         try:
             self._offers.begin(
                 begin.transfer_id,

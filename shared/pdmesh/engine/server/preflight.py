@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 
 from pdmesh.config import EngineConfig
 from pdmesh.connector.options import unused_options
+from pdmesh.connector.registry import check_installed
 from pdmesh.engine.batch_defaults import DeviceInfo, check_batch
 from pdmesh.engine.compute_threads import resolve_threads
 from pdmesh.engine.kv_events_config import check_addresses, kv_events_config
@@ -34,6 +35,7 @@ async def check_engine(config: EngineConfig, role: Role = "both") -> None:
     for line in [*kv_transfer_lines(config), *unused_options(config.connector_options, config.connector)]:
         log.info("%s", line)
     MeshSecret.load(config)
+    check_installed(config.connector)
     resolve_threads(config)
     check_processors(config.logits_processors)
     # Every backend there is computes on CPUs.
