@@ -487,6 +487,24 @@ def test_nothing_is_kept_of_peers_that_went() -> None:
     asyncio.run(scenario())
 
 
+def test_a_process_that_is_met_under_two_names_at_once_is_one_peer() -> None:
+    """Each name had a peer of its own under the same id: whichever was lost, the other's pulls went with it."""
+
+    async def scenario() -> None:
+        half = Half()
+        async with owning() as owner, directory(half) as peers:
+            names = (owner.address, f"localhost:{owner.port}")
+            first, second = await asyncio.gather(*(peers.reach(name, 2.0) for name in names))
+            assert first is second
+            assert [name for _, name in half.attached] == ["shm"]
+            peers.forget("owner@1")
+            assert not peers.knows(first)
+            assert half.detached == ["owner@1"]
+            assert not peers._greeter._attaching
+
+    asyncio.run(scenario())
+
+
 def test_a_second_name_reveals_a_restart() -> None:
     async def scenario() -> None:
         half = Half()
@@ -546,6 +564,49 @@ def test_dropping_a_peer_cancels_nobody() -> None:
             peers.forget(peer.peer_id)
             outcomes = await asyncio.gather(*begins, return_exceptions=True)
             assert not [each for each in outcomes if isinstance(each, asyncio.CancelledError)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("call", ["begin", "confirm"])
+def test_a_call_that_outlasts_its_lost_peers_channel_fails(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """It looked like the cancellation of whoever waited for it: a request that had asked for KV was never heard of again."""
+    monkeypatch.setattr(peers_module, "CALL_TIMEOUT_S", 0.3)
+    # As over `file`, where an offer may still be written.
+    monkeypatch.setattr(peers_module, "PUBLISHING", ["shm"])
+    asked: list[str] = []
+
+    def stuck(name: str) -> Any:
+        answer = getattr(PoolOwner, name)
+
+        async def stand_still(self: PoolOwner, request: Any, context: Any) -> Any:
+            asked.append(name)
+            if name == "BeginTransfer" or len(asked) > 1:
+                await asyncio.sleep(60)
+            return await answer(self, request, context)
+
+        return stand_still
+
+    for name in ("Handshake", "BeginTransfer"):
+        monkeypatch.setattr(PoolOwner, name, stuck(name))
+
+    async def scenario() -> None:
+        async with owning() as owner, directory(Half()) as peers:
+            owner.offer()
+            peer = await peers.reach(owner.address, 2.0)
+            if call == "begin":
+                begin = peers.begin(peer, transfer_id="t", offer_id="o", digest=DIGEST, remaining_s=20.0)
+                waiting: asyncio.Task[object] = asyncio.create_task(begin)
+            else:
+                waiting = asyncio.create_task(peers.confirm(peer, 20.0))
+            async with asyncio.timeout(5.0):
+                while len(asked) < 2:
+                    await asyncio.sleep(0.01)
+            peers.forget(peer.peer_id)
+            await asyncio.wait([waiting], timeout=4.0)
+            assert waiting.done()
+            assert not waiting.cancelled()
+            assert isinstance(waiting.exception(), PeerUnavailable)
 
     asyncio.run(scenario())
 

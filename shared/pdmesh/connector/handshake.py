@@ -4,9 +4,10 @@ It says who the owner is *now*: a process that came back at the same address has
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import grpc
@@ -168,6 +169,8 @@ class Greeter:
         self._attach = attach
         self._block_bytes = block_bytes
         self._logged: dict[tuple[str, str], None] = {}
+        self._attaching: dict[str, asyncio.Future[None]] = {}
+        """By peer id: done when the handshake that attaches it has ended."""
 
     async def ask(
         self, stub: "mesh_pb2_grpc.KVPeerAsyncStub", address: str, deadline_s: float = HANDSHAKE_TIMEOUT_S
@@ -184,9 +187,10 @@ class Greeter:
             block_bytes=self._block_bytes,
         )
         try:
-            reply: pb.HandshakeReply = await stub.Handshake(
-                request, timeout=min(HANDSHAKE_TIMEOUT_S, deadline_s), metadata=self._secret.call_metadata()
-            )
+            with cut_off_as_lost(address):
+                reply: pb.HandshakeReply = await stub.Handshake(
+                    request, timeout=min(HANDSHAKE_TIMEOUT_S, deadline_s), metadata=self._secret.call_metadata()
+                )
         except grpc.aio.UsageError as exc:
             # The peer was lost, and its channel closed, before the question was put.
             raise PeerUnavailable(f"{address} was lost") from exc
@@ -219,6 +223,19 @@ class Greeter:
             else:
                 return name
         return ""
+
+    @contextlib.asynccontextmanager
+    async def alone_with(self, peer_id: str) -> AsyncIterator[None]:
+        """Wait until nobody attaches a peer: met under two names at once it would be two peers of one id, and who loses one of
+        them detaches both."""
+        while (other := self._attaching.get(peer_id)) is not None:
+            await asyncio.wait([other])
+        done = self._attaching[peer_id] = asyncio.get_running_loop().create_future()
+        try:
+            yield
+        finally:
+            del self._attaching[peer_id]
+            done.set_result(None)
 
     async def attach_first(self, address: str, greeting: "Greeting", after: str = "") -> str:
         """Attach by the first connector that both sides have and that works, of those after `after`; returns its name.
@@ -285,6 +302,18 @@ def is_gone(error: MeshError) -> bool:
     if isinstance(cause, grpc.aio.UsageError):
         return True
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@contextlib.contextmanager
+def cut_off_as_lost(address: str) -> Iterator[None]:
+    """Raise PeerUnavailable for a call that ends as its channel is closed, by whoever lost the peer meanwhile: grpc makes it look
+    like the cancellation of the task that waits, which nobody would then hear of."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        raise PeerUnavailable(f"{address} was lost during a call") from None
 
 
 def translated(error: grpc.aio.AioRpcError, address: str) -> MeshError:

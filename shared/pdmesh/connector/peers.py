@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 
 from pdmesh.channels import disconnected
-from pdmesh.connector.handshake import Attach, Greeter, Peer, is_gone, make_peer, open_stub, translated
+from pdmesh.connector.handshake import Attach, Greeter, Peer, cut_off_as_lost, is_gone, make_peer, open_stub, translated
 from pdmesh.connector.publications import PUBLISH_TIMEOUT_S, PUBLISHING
 from pdmesh.connector.regaining import Regaining
 from pdmesh.connector.silences import Silences
@@ -273,17 +273,18 @@ class PeerDirectory:
             reply = greeting.reply
             # It answers: whoever comes now waits for this meeting, which may take its time in the core.
             self._silences.answered(address)
-            if (known := self._by_id(reply.peer_id)) is not None:
-                # The same process under a second name.
-                await channel.close(None)
-                self._known[address] = known
-                return known
-            self._forget_other_epochs(reply.peer_id)
-            connector = await self._greeter.attach_first(address, greeting)
+            async with self._greeter.alone_with(reply.peer_id):
+                if (known := self._by_id(reply.peer_id)) is not None:
+                    # The same process under a second name.
+                    self._known[address] = known
+                    await channel.close(None)
+                    return known
+                self._forget_other_epochs(reply.peer_id)
+                connector = await self._greeter.attach_first(address, greeting)
+                peer = self._known[address] = make_peer(greeting, address, connector, channel, stub)
         except BaseException:
             await channel.close(None)
             raise
-        peer = self._known[address] = make_peer(greeting, address, connector, channel, stub)
         self._regaining.note_met(peer)
         self._in_background(self._watch(peer), "watch-peer")
         return peer
@@ -334,7 +335,8 @@ class PeerDirectory:
     async def _calling(self, peer: Peer) -> AsyncIterator[None]:
         """Turn a failed call into an error of ours, and draw the conclusions about its peer."""
         try:
-            yield
+            with cut_off_as_lost(peer.address):
+                yield
         except grpc.aio.UsageError as exc:
             # Another call has lost the peer, and closed its channel, before this one began.
             raise PeerUnavailable(f"{peer.address} was lost") from exc
