@@ -38,7 +38,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return handler
         given = dict(handler_call_details.invocation_metadata or ()).get(AUTH_METADATA_KEY, "")
         if not hmac.compare_digest(str(given).encode(), self._expected.encode()):
-            return _refuse_like(handler)
+            return REFUSED
         if not self._name:
             return handler
         method = handler_call_details.method
@@ -78,22 +78,10 @@ async def _check_name(context: Context, name: str) -> None:
         )
 
 
-def _refuse_like(handler: Handler) -> Handler:
-    """Make a handler of the same kind that ends every call with UNAUTHENTICATED."""
+async def _refuse(request: Any, context: Context) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the mesh secret is missing or differs")
 
-    async def refuse_unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the mesh secret is missing or differs")
 
-    async def refuse_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the mesh secret is missing or differs")
-        yield  # makes this an async generator, as streaming handlers are
-
-    make: Any = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[(handler.request_streaming, handler.response_streaming)]
-    refuse = refuse_stream if handler.response_streaming else refuse_unary
-    made: Handler = make(refuse, handler.request_deserializer, handler.response_serializer)
-    return made
+# A stream, for calls of every kind: a server reads and decodes a single message before its handler is asked, of up to the
+# largest size and from anyone. A stream is refused unread.
+REFUSED: Handler = grpc.stream_stream_rpc_method_handler(_refuse)

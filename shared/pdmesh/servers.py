@@ -21,6 +21,8 @@ from pdmesh.security import MeshSecret
 
 log = logging.getLogger(__name__)
 
+# On one connection, of anyone who can reach the port; a proxy has two streams on it and some short calls.
+MAX_STREAMS = 1024
 STOP_GRACE_S = 1.0
 # Beyond the longest that a stream of ours takes to settle its last write.
 CALLS_END_S = 2.0
@@ -66,7 +68,10 @@ async def grpc_server(
     `register` adds the servicers and returns their full names. `healthy` is asked by each health check. Raises
     ConfigError when the port is taken.
     """
-    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[AuthInterceptor(secret), DecodeInterceptor()])
+    server = grpc.aio.server(
+        options=[*GRPC_OPTIONS, ("grpc.max_concurrent_streams", MAX_STREAMS)],
+        interceptors=[AuthInterceptor(secret), DecodeInterceptor()],
+    )
     names = register(server)
     health_servicer = _AskingHealth(healthy)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

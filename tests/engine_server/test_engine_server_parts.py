@@ -23,7 +23,7 @@ from pdmesh.engine.server.sessions import Broken
 from pdmesh.errors import Draining, InvalidRequest, Overloaded, PeerUnavailable, TransferFailed
 from pdmesh.lifecycle import Life
 from pdmesh.protocol.mesh_pb2_grpc import KVPeerStub
-from pdmesh.protocol.messages import ChoiceDelta
+from pdmesh.protocol.messages import ChoiceDelta, TokenLogprobs
 from pdmesh.protocol.offers import OFFER_LEASE_S
 from pdmesh.protocol.pushes import Expectation, PushProgress
 from pdmesh.protocol.ticket import unseal
@@ -174,7 +174,7 @@ def test_an_id_that_runs_is_refused_and_free_again_after_its_end() -> None:
 
 
 def test_a_session_that_does_not_drain_is_broken_and_its_requests_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "MAX_UNSENT_DELTAS", 10)
+    monkeypatch.setattr(sessions_module, "MAX_UNSENT_BYTES", 10 * sessions_module.DELTA_BYTES)
 
     async def scene(core: HeldCore, engine: Engine) -> None:
         sessions = engine.servicer._sessions
@@ -189,6 +189,44 @@ def test_a_session_that_does_not_drain_is_broken_and_its_requests_aborted(monkey
         assert core.sent[-1] == Abort(request_id=running.core_id)
         assert not quick.broken.done()
         assert len(engine.table) == 1
+
+    play(scene)
+
+
+def test_what_a_stalled_proxy_is_owed_comes_in_frames_that_a_message_can_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many logprobs made one message of all of it, larger than any may be: the stream broke, and with it every request."""
+    monkeypatch.setattr(sessions_module, "FRAME_BYTES", 10_000)
+    alternatives = TokenLogprobs(token_ids=[1] * 50, logprobs=[0.0] * 50, rank=1)
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        session = engine.servicer._sessions.open("stalled")
+        sent = [ChoiceDelta(request_id="a", token_ids=[at], logprobs=[alternatives]) for at in range(20)]
+        sent[7] = ChoiceDelta(request_id="a", prompt_logprobs=[None, *[alternatives] * 30])
+        for delta in sent:
+            session.put(delta)
+        frames = []
+        while session._unsent:
+            frames.append(await session.take())
+        assert [delta for frame in frames for delta in frame] == sent
+        assert [sent[7]] in frames
+        assert max(map(len, frames)) == 2
+        assert session._unsent_bytes == 0
+        assert not session.broken.done()
+
+    play(scene)
+
+
+def test_a_session_that_does_not_take_its_logprobs_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_UNSENT_BYTES", 100_000)
+    alternatives = TokenLogprobs(token_ids=[1] * 50, logprobs=[0.0] * 50, rank=1)
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        session = engine.servicer._sessions.open("stalled")
+        # One delta, whatever its size, is no sign of it.
+        session.put(ChoiceDelta(request_id="a", prompt_logprobs=[alternatives] * 100))
+        assert not session.broken.done()
+        session.put(ChoiceDelta(request_id="a", token_ids=[1]))
+        assert session.broken.result() is Broken.NOT_DRAINED
 
     play(scene)
 

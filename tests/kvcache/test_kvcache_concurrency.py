@@ -10,13 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import numpy as np
 import pytest
 
 from pdmesh import embedded_valkey
 from pdmesh.connector.active import ActivePull
 from pdmesh.connector.base import PeerPool
+from pdmesh.connector.grpc import GrpcConnector
+from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.shm import ShmConnector
+from pdmesh.errors import ConfigError
 from pdmesh.security import MeshSecret
 from pdmesh_kvcache.arena import Arena, BlockKind
 from pdmesh_kvcache.promotion import Promotion
@@ -262,7 +267,13 @@ def test_nothing_of_engines_that_are_gone_stays(monkeypatch: pytest.MonkeyPatch)
             on_evict=lambda: None,
         )
         puller = Puller(
-            arena, ["shm"], MeshSecret(SECRET), on_loopback=True, options={}, on_metadata=lambda name, data: None
+            arena,
+            ["shm"],
+            MeshSecret(SECRET),
+            on_loopback=True,
+            options={},
+            on_metadata=lambda name, data: None,
+            on_left_out=lambda name: None,
         )
         async with puller:
             for at in range(4):
@@ -282,3 +293,99 @@ def test_nothing_of_engines_that_are_gone_stays(monkeypatch: pytest.MonkeyPatch)
         arena.close()
 
     asyncio.run(scenario())
+
+
+def test_lookup_that_is_cancelled_twice_while_it_copies_gives_its_slots_back(
+    valkey: embedded_valkey.EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stayed reserved for ever, and whoever wanted those blocks waited for them until its time was over."""
+    slow_copies(monkeypatch, 0.3)
+    kept: list[asyncio.Task[Any]] = []
+    keep = Promotion.keep
+
+    async def cancelled(self: Promotion, *arguments: Any) -> Any:
+        task = asyncio.create_task(keep(self, *arguments))
+        kept.append(task)
+        for _ in range(2):
+            await asyncio.sleep(0.05)
+            task.cancel()
+        return await task
+
+    async def scenario() -> None:
+        keys = chain("system", 4)
+        await keep_in_valkey(valkey.url, keys)
+        async with running_tier(valkey=valkey.url) as tier:
+            monkeypatch.setattr(Promotion, "keep", cancelled)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await tier.lookup(keys, remaining_ms=2000)
+            assert kept
+            assert all(task.cancelled() for task in kept)
+            monkeypatch.setattr(Promotion, "keep", keep)
+            assert (await tier.lookup(keys, remaining_ms=2000)).num_hits == 4
+            assert await tier.metric("lookups_cut_total") == 0
+
+    asyncio.run(scenario())
+
+
+def test_key_that_is_looked_up_twice_at_once_is_refused() -> None:
+    """It ended the call by a defect, and left those waiting who wanted the same block."""
+
+    async def scenario() -> None:
+        async with running_tier() as tier:
+            with pytest.raises(grpc.aio.AioRpcError, match="keys: one is given twice"):
+                await tier.lookup(chain("prompt", 2) * 2)
+
+    asyncio.run(scenario())
+
+
+def test_connector_that_does_not_start_is_left_out_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took the arena along, and left a thread of each of the others behind, at every attempt."""
+
+    def refuse(self: GrpcConnector, pool: Any) -> bytes:
+        raise ConfigError("connector grpc: it does not start here")
+
+    monkeypatch.setattr(GrpcConnector, "register", refuse)
+
+    async def scenario() -> None:
+        async with running_tier(connector=("grpc", "shm")) as tier, running_engine("engine") as engine:
+            content = engine.fill([0], seed=1)
+            keys = chain("prompt", 1)
+            assert await engine.store(tier, keys, [0]) == 1
+            await tier.until("store_blocks_committed_total", at_least(1))
+            assert await tier.metric("connectors_left_out_total", connector="grpc") == 1
+            engine.fill([0], seed=2)
+            reply = await tier.lookup(keys)
+            assert (await engine.pull(tier, reply)).reason == ""
+            assert np.array_equal(engine.pool.blocks[:1], content)
+
+    asyncio.run(scenario())
+
+
+def test_leases_are_kept_although_the_end_of_one_meets_a_defect(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pdmesh_kvcache.host.REAPER_PAUSE_S", 0.01)
+    run, failures = PoolOwner.run, [RuntimeError("a defect")]
+
+    async def failing(self: PoolOwner) -> None:
+        if failures:
+            raise failures.pop()
+        await run(self)
+
+    monkeypatch.setattr(PoolOwner, "run", failing)
+
+    async def scenario() -> None:
+        async with running_tier() as tier, running_engine("engine") as engine:
+            engine.fill([0], seed=1)
+            keys = chain("prompt", 1)
+            assert await engine.store(tier, keys, [0]) == 1
+            await tier.until("store_blocks_committed_total", at_least(1))
+            await tier.lookup(keys, remaining_ms=300)
+            assert await num_pinned(tier) == 1
+            until = time.monotonic() + 20
+            while await num_pinned(tier):
+                assert time.monotonic() < until
+                await asyncio.sleep(0.05)
+
+    asyncio.run(scenario())
+    assert "could not be kept" in caplog.text

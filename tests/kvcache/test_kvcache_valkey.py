@@ -229,13 +229,14 @@ def _forged(keys: list[bytes], value: bytes) -> bytes:
     [
         (lambda keys, values: _flip(values[1]), "mac"),
         (lambda keys, values: values[1][:-1], "mac"),
+        (lambda keys, values: values[1] + bytes(8 << 20), "mac"),
         (lambda keys, values: b"", "short"),
         (lambda keys, values: values[2], "key"),
         (lambda keys, values: _forged(keys, values[1]), "mac"),
         (lambda keys, values: encode(MeshSecret(SECRET), "layout-other", keys[1], bytes(BLOCK_BYTES)), "layout"),
         (lambda keys, values: encode(MeshSecret(SECRET), LAYOUT, keys[1], bytes(BLOCK_BYTES - 1)), "length"),
     ],
-    ids=["flipped", "cut", "emptied", "moved", "forged", "other-layout", "other-size"],
+    ids=["flipped", "cut", "huge", "emptied", "moved", "forged", "other-layout", "other-size"],
 )
 def test_damaged_value_is_a_miss_and_is_removed(
     valkey: embedded_valkey.EmbeddedValkey, client: redis.Redis, damage: Any, reason: str
@@ -250,6 +251,8 @@ def test_damaged_value_is_a_miss_and_is_removed(
             async with running_tier(valkey=valkey.url) as tier:
                 assert await tier.num_hits(keys) == 1
                 assert await tier.metric("values_rejected_total", reason=reason) == 1
+                # Whoever can write there cannot fill our memory.
+                assert await tier.metric("backing_read_bytes_total") < 4 * BLOCK_BYTES
                 deadline = time.monotonic() + 5
                 while client.exists(names[1]):
                     assert time.monotonic() < deadline

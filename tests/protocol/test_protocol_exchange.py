@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -141,3 +142,11 @@ def test_names_survive_the_wire() -> None:
 def test_most_source_blocks_is_what_a_block_can_meet(size: int, other: int) -> None:
     met = [len(blocks_of(range(start * other, (start + 1) * other), size)) for start in range(64)]
     assert most_source_blocks(layout(block_size=size), layout(block_size=other)) == max(met)
+
+
+@pytest.mark.parametrize("kind", [pb.EngineInfo, pb.HandshakeReply])
+def test_an_engine_that_describes_more_layers_than_there_can_be_is_refused_before_they_are_compared(kind: Any) -> None:
+    """A message of half a megabyte kept the event loop for two seconds, and its layers in a cache for good."""
+    message = kind(kv=pb.KVDescription(layouts=[pb.KVLayout(layers=range(1 << 17))]))
+    with pytest.raises(HandshakeRefused, match=r"kv\.layouts\.layers: 131072 given, at most 16384"):
+        names_from_pb(message)

@@ -180,6 +180,10 @@ def test_any_calls_in_any_order_leave_nothing_behind(calls: list[Any]) -> None:
 LONG = "x" * (MAX_ID_CHARS + 1)
 
 
+def _describing(**said: Any) -> pb.HandshakeRequest:
+    return pb.HandshakeRequest(peer_id="c@1", kv=pb.KVDescription(**said))
+
+
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
@@ -216,6 +220,11 @@ LONG = "x" * (MAX_ID_CHARS + 1)
         (pb.HandshakeRequest(peer_id=LONG), "peer_id: 257 given"),
         (pb.HandshakeRequest(layout_fingerprints=[LONG]), "layout_fingerprints: 257 given"),
         (pb.HandshakeRequest(model_fingerprint="m" * (8 << 20)), "model_fingerprint: 8388608 given"),
+        (_describing(layouts=[pb.KVLayout()] * 257), "kv.layouts: 257 given, at most 256 are taken"),
+        (_describing(layouts=[pb.KVLayout(layers=range(1 << 20))]), "kv.layouts.layers: 1048576 given"),
+        (_describing(layouts=[pb.KVLayout(dtype=LONG)]), "kv.layouts.dtype: 257 given"),
+        (_describing(layouts=[pb.KVLayout(packing=LONG)]), "kv.layouts.packing: 257 given"),
+        (_describing(weights_fingerprint=LONG), "kv.weights_fingerprint: 257 given"),
         (pb.ReadBlocksRequest(peer_id="owner@1", block_ids=[8]), "block_ids: at most"),
         (pb.ReadBlocksRequest(peer_id="owner@1", block_ids=[1] * ((1 << 16) + 1)), "block_ids: at most 65536"),
     ],

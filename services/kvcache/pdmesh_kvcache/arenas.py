@@ -136,6 +136,7 @@ class ArenaSet:
             self._secret,
             on_loopback=self._config.on_loopback,
             options=self._options,
+            on_left_out=lambda name: self._metrics.connectors_left_out.labels(name).inc(),
         ).__aenter__()
         self._hosts.append(host)
         log.info(

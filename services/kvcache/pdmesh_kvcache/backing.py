@@ -46,12 +46,13 @@ class Backing:
         """Whether it answered when it was last asked."""
         return self._up
 
-    async def fetch(self, names: list[str], timeout_s: float) -> list[bytes | None]:
-        """Read values. Raises DeadlineExceeded after `timeout_s`, PeerError, also when the breaker is open."""
+    async def fetch(self, names: list[str], most_bytes: int, timeout_s: float) -> list[bytes | None]:
+        """Read values, of each little more than `most_bytes` at most. Raises DeadlineExceeded after `timeout_s`, PeerError, also
+        when the breaker is open."""
         async with self._guarded("fetch", self._metrics.fetch_seconds) as valkey:
             try:
                 async with asyncio.timeout(timeout_s):
-                    values = await valkey.fetch(names)
+                    values = await valkey.fetch(names, most_bytes)
             except TimeoutError:
                 # The caller's patience ended, not the server's time; but the server may be why.
                 self._check.set()

@@ -1,8 +1,9 @@
 """An arena at work: its slots, the offers that pin them, the owner's rpc half, and the puller that fills them."""
 
 import asyncio
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
 from typing import Self
@@ -15,6 +16,11 @@ from pdmesh.protocol.offers import OFFER_LEASE_S, EndedOffer, OfferTable
 from pdmesh.security import MeshSecret
 from pdmesh_kvcache.arena import Arena
 from pdmesh_kvcache.puller import Puller
+
+log = logging.getLogger(__name__)
+
+# After a defect; leases have ten seconds.
+REAPER_PAUSE_S = 1.0
 
 
 class ArenaHost:
@@ -33,12 +39,19 @@ class ArenaHost:
         *,
         on_loopback: bool,
         options: dict[str, ConnectorOptions],
+        on_left_out: Callable[[str], None],
     ) -> None:
         self.arena = arena
         self.index = arena.index
         self.offers = OfferTable()
         self.puller = Puller(
-            arena, connectors, secret, on_loopback=on_loopback, options=options, on_metadata=self._metadata_changed
+            arena,
+            connectors,
+            secret,
+            on_loopback=on_loopback,
+            options=options,
+            on_metadata=self._metadata_changed,
+            on_left_out=on_left_out,
         )
         self.retiring = False
         """Takes nothing new; goes when nothing uses it any more."""
@@ -60,7 +73,7 @@ class ArenaHost:
                 on_ended=self._on_ended,
                 sums=self.arena.sums,
             )
-            reaper = asyncio.create_task(self._owner.run(), name=f"leases of {self.arena.peer_id}")
+            reaper = asyncio.create_task(_run_on(self._owner), name=f"leases of {self.arena.peer_id}")
             stack.push_async_callback(_ended, reaper)
             self._stack = stack.pop_all()
         return self
@@ -155,6 +168,16 @@ class ArenaHost:
 def lookup_pin(transfer_id: str) -> str:
     """Name of a lookup's pins, apart from those that the service makes for itself."""
     return f"lookup {transfer_id}"
+
+
+async def _run_on(owner: PoolOwner) -> None:
+    """Keep an owner's leases, whatever meets it: without that pins would stay for ever, and nobody would see why."""
+    while True:
+        try:
+            await owner.run()
+        except Exception:
+            log.exception("the leases of %s could not be kept; trying again", owner.peer_id)
+            await asyncio.sleep(REAPER_PAUSE_S)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -168,7 +168,10 @@ class Lookups:
         """Bring the next batch of the rest from Redis or Valkey into slots and pin it; False when the run ends here."""
         kind, keys = search.query.kind, self._next_batch(search)
         with self._promotion.flight(kind, keys) as flight:
-            values = await self._promotion.fetch(kind, keys, search.remaining_s, flight)
+            # Until the size is known, a block may fill all there is.
+            arena = None if search.host is None else search.host.arena
+            most_bytes = self._config.arena_bytes if arena is None else arena.pool.shape.block_bytes
+            values = await self._promotion.fetch(kind, keys, most_bytes, search.remaining_s, flight)
             if not values:
                 return False
             if search.host is None:

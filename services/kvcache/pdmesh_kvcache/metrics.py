@@ -48,6 +48,9 @@ class Metrics:
         self.writes_dropped = counter("backing_writes_dropped", "Blocks not written to Redis or Valkey.", "reason")
         self.read_bytes = counter("backing_read_bytes", "Bytes fetched from Redis or Valkey.")
         self.written_bytes = counter("backing_written_bytes", "Bytes written to Redis or Valkey.")
+        self.connectors_left_out = counter(
+            "connectors_left_out", "Arenas that go without a configured connector, as it did not start.", "connector"
+        )
         self.errors = counter("errors", "Failed operations, by what failed.", "kind")
 
         self.lookup_seconds = histogram("lookup_seconds", "Time to answer a lookup.", _LOOKUP_BUCKETS_S)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -16,7 +16,7 @@ from pdmesh_kvcache.host import ArenaHost
 from pdmesh_kvcache.index import Reservation
 from pdmesh_kvcache.metrics import Metrics
 from pdmesh_kvcache.seldom import Seldom
-from pdmesh_kvcache.value import ValueRejected, decode, storage_key
+from pdmesh_kvcache.value import ValueRejected, decode, storage_key, value_bytes
 from pdmesh_kvcache.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -70,17 +70,23 @@ class Promotion:
         try:
             yield flight
         finally:
-            for key in keys:
-                del self._flights[kind, key]
             flight.ended.set()
+            for key in keys:
+                self._flights.pop((kind, key), None)
 
-    async def fetch(self, kind: BlockKind, keys: list[bytes], remaining_s: float, flight: Flight) -> list[bytes]:
-        """Read the values of the leading keys that are there, unchecked; none when the time is over or the store fails."""
+    async def fetch(
+        self, kind: BlockKind, keys: list[bytes], block_bytes: int, remaining_s: float, flight: Flight
+    ) -> list[bytes]:
+        """Read the values of the leading keys that are there, unchecked; none when the time is over or the store fails.
+
+        `block_bytes` is the most that a block may have: of a longer value so much is read that its check must fail.
+        """
         try:
             if remaining_s <= 0:
                 raise DeadlineExceeded("the lookup's time was over")
             names = [storage_key(kind.layout_fingerprint, key) for key in keys]
-            values = _leading(await self._backing.fetch(names, remaining_s))
+            most_bytes = value_bytes(kind.layout_fingerprint, keys[0], block_bytes)
+            values = _leading(await self._backing.fetch(names, most_bytes, remaining_s))
         except DeadlineExceeded:
             self._cut(Cut.DEADLINE)
         except PeerError:
@@ -113,15 +119,20 @@ class Promotion:
         reserved = host.index.reserve(keys)
         by_key = dict(zip(keys, values, strict=True))
         copying = asyncio.ensure_future(asyncio.to_thread(self._copy, host.arena, reserved, by_key))
+        rejected: dict[bytes, ValueRejected] = {}
+        good: list[Reservation] = []
         try:
             await asyncio.shield(copying)
         finally:
-            # A thread cannot be cancelled: the slots are given back or shown when it has written them.
-            await asyncio.wait([copying])
-            rejected = copying.result()
-            good = [each for each in reserved if each.key not in rejected]
-            host.index.abort([each for each in reserved if each.key in rejected])
+            # A thread cannot be cancelled: however often we are, the slots are given back or shown when it has written them.
+            while not copying.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([copying])
+            if copying.exception() is None:
+                rejected = copying.result()
+                good = [each for each in reserved if each.key not in rejected]
             host.index.commit(good)
+            host.index.abort([each for each in reserved if each not in good])
         if len(reserved) < num_new:
             self._cut(Cut.FULL)
         for key, error in rejected.items():

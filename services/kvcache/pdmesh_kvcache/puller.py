@@ -19,7 +19,7 @@ from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
 from pdmesh.connector.options import ConnectorOptions
 from pdmesh.connector.peers import Peer, PeerDirectory
 from pdmesh.connector.registry import make_worker_connectors
-from pdmesh.errors import PeerUnavailable
+from pdmesh.errors import ConfigError, HandshakeRefused, PeerUnavailable
 from pdmesh.security import MeshSecret
 from pdmesh_kvcache.arena import Arena
 
@@ -47,6 +47,7 @@ class Puller:
         on_loopback: bool,
         options: dict[str, ConnectorOptions],
         on_metadata: Callable[[str, bytes], None],
+        on_left_out: Callable[[str], None],
     ) -> None:
         self.metadata: dict[str, bytes] = {}
         """What consumers of the arena need, by connector."""
@@ -56,6 +57,7 @@ class Puller:
         self._on_loopback = on_loopback
         self._options = options
         self._on_metadata = on_metadata
+        self._on_left_out = on_left_out
         self._connectors: dict[str, WorkerConnector] = {}
         self._connectors_of: dict[str, set[str]] = {}
         self._num_pulls: Counter[str] = Counter()
@@ -92,9 +94,14 @@ class Puller:
                     options=self._options,
                 )
             )
-            for name, connector in self._connectors.items():
+            for connector in self._connectors.values():
                 stack.push_async_callback(self._in_thread, connector.close)
-                self.metadata[name] = await self._in_thread(partial(connector.register, self._arena.pool))
+            for name, connector in list(self._connectors.items()):
+                try:
+                    self.metadata[name] = await self._in_thread(partial(connector.register, self._arena.pool))
+                except ConfigError as exc:
+                    self._leave_out(name, exc)
+                    continue
                 self._follow_metadata(name, connector)
                 self._watch(connector)
                 stack.callback(self._loop.remove_reader, connector.fileno())
@@ -112,6 +119,14 @@ class Puller:
         await self._stack.aclose()
         for waiting in self._waiting.values():
             waiting.cancel()
+
+    def _leave_out(self, name: str, error: ConfigError) -> None:
+        """Go without a connector that does not start; raises its error when there is no other."""
+        del self._connectors[name]
+        if not self._connectors:
+            raise error
+        log.warning("the arena of layout %s goes without it: %s", self._arena.kind.layout_fingerprint, error.message)
+        self._on_left_out(name)
 
     def _follow_metadata(self, name: str, connector: WorkerConnector) -> None:
         def changed(metadata: bytes) -> None:
@@ -188,7 +203,8 @@ class Puller:
             timer.cancel()
 
     async def _attach(self, pool: PeerPool, name: str) -> None:
-        connector = self._connectors[name]
+        if (connector := self._connectors.get(name)) is None:
+            raise HandshakeRefused(f"connector {name} does not start here")
         if (leaving := self._leaving.get(pool.peer_id)) is not None:
             # Or it would end the connection that is made now.
             await asyncio.wait([leaving])

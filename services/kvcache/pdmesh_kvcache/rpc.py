@@ -54,6 +54,8 @@ class TierServicer(mesh_pb2_grpc.KVCacheServicer):
         """Pin and return the longest run of hits from the first key on."""
         try:
             self._check(request.model_fingerprint, request.layout_fingerprint, list(request.keys))
+            if len(set(request.keys)) < len(request.keys):
+                raise InvalidRequest("keys: one is given twice, which no chain of hashes has", param="keys")
             _check_id("transfer_id", request.transfer_id)
             _check_id("consumer_id", request.consumer_id)
             found = await self._lookups.find(

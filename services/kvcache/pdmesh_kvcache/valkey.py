@@ -92,6 +92,10 @@ return total
 """
 
 
+# Read of a value beyond what it may have: enough to tell one of another layout, which is copied, from one that is cut.
+SPARE_BYTES = 1024
+
+
 class ValkeyRefused(PeerError):
     """The server is there but says no to this command (out of memory, read-only, wrong type)."""
 
@@ -131,12 +135,16 @@ class Valkey:
                 "--no-valkey-required to start without it and connect when it comes"
             ) from exc
 
-    async def fetch(self, names: list[str]) -> list[bytes | None]:
-        """Read values; None for each that is not there."""
-        async with self._translated():
-            # Nothing is decoded to str here, whatever the client's types allow for.
-            values: list[Any] = await self._client.mget(names)
-            return values
+    async def fetch(self, names: list[str], most_bytes: int) -> list[bytes | None]:
+        """Read values; None for each that is not there. Of a longer one than `most_bytes`, little more is read: whoever
+        can write to the server cannot fill our memory."""
+        async with self._translated(), self._client.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.getrange(name, 0, most_bytes + SPARE_BYTES)
+                # What is not there reads as an empty string.
+                pipe.exists(name)
+            answers: list[Any] = await pipe.execute(raise_on_error=False)
+            return [_value(*pair) for pair in zip(answers[::2], answers[1::2], strict=True)]
 
     async def write(self, values: dict[str, bytes]) -> None:
         """Store values with their time to live, after making room for them; together at most the size bound."""
@@ -200,6 +208,15 @@ def _make_client(config: KVCacheConfig, shown_url: str) -> "redis.Redis":
     except (ValueError, TypeError, RedisError) as exc:
         raise ConfigError(f"valkey: {shown_url!r} cannot be used: {exc}; {remedy}") from exc
     return redis.Redis.from_pool(pool)
+
+
+def _value(answer: bytes | Exception, exists: int | Exception) -> bytes | None:
+    """Return a string; None when there is none, as where something else has its name. Raises what else went wrong."""
+    if isinstance(answer, Exception) and not str(answer).startswith("WRONGTYPE"):
+        raise answer
+    if isinstance(exists, Exception):
+        raise exists
+    return answer if exists and isinstance(answer, bytes) else None
 
 
 def _without_password(url: str) -> str:

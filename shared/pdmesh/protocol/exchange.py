@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import lru_cache
 
-from pdmesh.errors import HandshakeRefused
+from pdmesh.errors import HandshakeRefused, InvalidRequest
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.capabilities import UNTOLD, Capabilities, capabilities_from_pb
 from pdmesh.protocol.layout import MAX_LANE_BLOCKS, Layout, incompatibility, most_source_blocks
+from pdmesh.protocol.peer_bounds import check_names
 
 FIRST_CONVERSION = 1
 """Version of capability `kv_convert` from which on a consumer converts between all packings and dtypes of `layout.DTYPES`."""
@@ -92,7 +93,11 @@ def description_to_pb(description: KVDescription | None) -> pb.KVDescription | N
 
 
 def names_from_pb(message: pb.EngineInfo | pb.HandshakeRequest | pb.HandshakeReply) -> KVNames:
-    """Decode what a message tells of an engine's KV."""
+    """Decode what a message tells of an engine's KV. Raises HandshakeRefused for more than there can be of anything."""
+    try:
+        check_names(message)
+    except InvalidRequest as exc:
+        raise HandshakeRefused(f"what it tells of its KV is not sound: {exc.message}") from exc
     return KVNames(
         model_fingerprint=message.model_fingerprint,
         layout_fingerprints=tuple(message.layout_fingerprints),

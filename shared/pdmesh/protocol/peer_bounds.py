@@ -1,4 +1,4 @@
-"""What an owner takes from a consumer at most: a faulty peer is told the field and its limit, and costs nothing that stays.
+"""What is taken from a peer at most: a faulty one is told the field and its limit, and costs nothing that stays.
 
 Ids are remembered after a transfer's end and stand in errors and logs, so that none may be of any length.
 """
@@ -14,6 +14,8 @@ MAX_DIGEST_BYTES = 64
 MAX_GROUPS = 256
 """Of KV groups in one message; models have a handful."""
 MAX_CAPABILITIES = 256
+MAX_LAYERS = 1 << 14
+"""Of one KV group; the deepest models have some hundred."""
 MAX_METADATA_BYTES = 1 << 20
 """That a connector's worker half says of a pool; NIXL's has some hundred bytes for each network device."""
 MAX_TRANSFERS = 1 << 16
@@ -23,12 +25,23 @@ MAX_TRANSFERS = 1 << 16
 def check_handshake(request: pb.HandshakeRequest) -> None:
     """Raise InvalidRequest that names the field."""
     _check_text("peer_id", request.peer_id, MAX_ID_CHARS)
-    _check_text("model_fingerprint", request.model_fingerprint, MAX_ID_CHARS)
-    _check_count("layout_fingerprints", request.layout_fingerprints, MAX_GROUPS)
-    for fingerprint in request.layout_fingerprints:
-        _check_text("layout_fingerprints", fingerprint, MAX_ID_CHARS)
+    check_names(request)
     _check_count("block_bytes", request.block_bytes, MAX_GROUPS)
-    _check_count("capabilities", request.capabilities, MAX_CAPABILITIES)
+
+
+def check_names(message: pb.EngineInfo | pb.HandshakeRequest | pb.HandshakeReply) -> None:
+    """Raise InvalidRequest that names the field, for what an engine tells of its KV: it is compared, and remembered."""
+    _check_text("model_fingerprint", message.model_fingerprint, MAX_ID_CHARS)
+    _check_count("layout_fingerprints", message.layout_fingerprints, MAX_GROUPS)
+    for fingerprint in message.layout_fingerprints:
+        _check_text("layout_fingerprints", fingerprint, MAX_ID_CHARS)
+    _check_count("capabilities", message.capabilities, MAX_CAPABILITIES)
+    _check_text("kv.weights_fingerprint", message.kv.weights_fingerprint, MAX_ID_CHARS)
+    _check_count("kv.layouts", message.kv.layouts, MAX_GROUPS)
+    for layout in message.kv.layouts:
+        _check_count("kv.layouts.layers", layout.layers, MAX_LAYERS)
+        _check_text("kv.layouts.dtype", layout.dtype, MAX_ID_CHARS)
+        _check_text("kv.layouts.packing", layout.packing, MAX_ID_CHARS)
 
 
 def check_begin(request: pb.BeginTransferRequest, num_blocks: int) -> None:

@@ -12,8 +12,13 @@ from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RequestTable, Sink
 from pdmesh.protocol.messages import ChoiceDelta
 
-# 256 steps of 256 choices: seconds of a stalled proxy, tens of megabytes at most.
-MAX_UNSENT_DELTAS = 65536
+# 256 steps of 256 choices: seconds of a stalled proxy.
+MAX_UNSENT_BYTES = 16 << 20
+# About what a delta, and a logprob in one, take in memory; on the wire it is a fifth of that.
+DELTA_BYTES = 256
+LOGPROB_BYTES = 64
+# As they lie in memory, so some megabytes on the wire: far below a message's limit, and above what a step produces.
+FRAME_BYTES = 16 << 20
 ALL_CHOICES = -1
 
 
@@ -33,16 +38,16 @@ class Session(Sink):
         """Done when the engine must end the session."""
         self._table = table
         self._unsent: list[ChoiceDelta] = []
-        self._unsent_weight = 0
+        self._unsent_bytes = 0
         self._wake = asyncio.Event()
         self._finishing = False
 
     def put(self, delta: ChoiceDelta) -> None:
         self._unsent.append(delta)
-        # A prompt's logprobs weigh as much as the deltas of a whole answer.
-        self._unsent_weight += 1 + len(delta.prompt_logprobs or ())
-        if self._unsent_weight > MAX_UNSENT_DELTAS:
+        # What one step produced is taken whole: of a proxy that was owed nothing it says nothing.
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
             self.end(Broken.NOT_DRAINED)
+        self._unsent_bytes += _num_bytes(delta)
         self._wake.set()
 
     def end(self, why: Broken) -> None:
@@ -51,11 +56,15 @@ class Session(Sink):
             self.broken.set_result(why)
 
     async def take(self) -> list[ChoiceDelta]:
-        """Wait for deltas and return all there are; empty when the proxy sends nothing more and is owed nothing."""
+        """Wait for deltas and return a frame of them; empty when the proxy sends nothing more and is owed nothing."""
         while not self._unsent and not (self._finishing and not self._table.of(self)):
             self._wake.clear()
             await self._wake.wait()
-        taken, self._unsent, self._unsent_weight = self._unsent, [], 0
+        num, num_bytes = len(self._unsent), self._unsent_bytes
+        if num_bytes > FRAME_BYTES:
+            num, num_bytes = _of_a_frame(self._unsent)
+        taken, self._unsent = self._unsent[:num], self._unsent[num:]
+        self._unsent_bytes -= num_bytes
         return taken
 
     def finish(self) -> None:
@@ -71,6 +80,23 @@ class Session(Sink):
         """Take back what was never sent."""
         unsent, self._unsent = self._unsent, []
         return unsent
+
+
+def _num_bytes(delta: ChoiceDelta) -> int:
+    num = sum(len(each.token_ids) for each in delta.logprobs)
+    num += sum(len(each.token_ids) for each in delta.prompt_logprobs or () if each is not None)
+    return DELTA_BYTES + LOGPROB_BYTES * num
+
+
+def _of_a_frame(deltas: list[ChoiceDelta]) -> tuple[int, int]:
+    """How many of the first fit into a frame, at least one, and their bytes."""
+    total = 0
+    for num, delta in enumerate(deltas):
+        num_bytes = _num_bytes(delta)
+        if num and total + num_bytes > FRAME_BYTES:
+            return num, total
+        total += num_bytes
+    return len(deltas), total
 
 
 class Sessions:
