@@ -44,6 +44,7 @@ SHAPE = PoolShape(READY.num_blocks, READY.block_bytes)
 BLOCKS = GroupBlocks(group=0, block_ids=[0, 1, 2], generations=[1, 1, 1])
 GONE = "127.0.0.1:1"
 STOCK_OFFER = "0123456789abcdef" * 2
+PROXYS_OFFER = "fedcba9876543210" * 2
 
 
 def ticket_of(made: GenerateRequest, address: str = GONE, peer_id: str = "owner@1", **changes: Any) -> Ticket:
@@ -421,7 +422,8 @@ def test_a_stock_offer_ends_when_its_leg_will_not_read_it(end: LegEnd) -> None:
         async with owning(made) as (address, table):
             submitted(engine, decode_leg(ticket_of(made, address)))
             await until(lambda: table.num_transfers)
-            params = stock_params(address, "o" if end is LegEnd.NOT_STOCK else STOCK_OFFER)
+            table.open(PROXYS_OFFER, request_id="p", digest=b"")
+            params = stock_params(address, PROXYS_OFFER if end is LegEnd.NOT_STOCK else STOCK_OFFER)
             if end in (LegEnd.REFUSED, LegEnd.NOT_STOCK, LegEnd.UNAUTHENTICATED):
                 engine.generator._takes_params = end is not LegEnd.UNAUTHENTICATED
                 engine.generator.refused(params)
@@ -432,7 +434,7 @@ def test_a_stock_offer_ends_when_its_leg_will_not_read_it(end: LegEnd) -> None:
             else:
                 await asyncio.sleep(0.2)
                 assert table.is_live(STOCK_OFFER)
-            assert table.is_live("o")
+            assert table.is_live(PROXYS_OFFER)
 
     async def _leg(core: HeldCore, engine: Engine, params: dict[str, object], end: LegEnd) -> None:
         asked = (

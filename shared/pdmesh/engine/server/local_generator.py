@@ -115,7 +115,7 @@ class LocalGenerator(Generator):
         except BaseException as exc:
             if leg.offer:
                 self._handoff.release(running.offer_id)
-            if leg.remote is not None and not running.has_answered:
+            if leg.remote is not None and running.first_token_s is None:
                 self._unread.leg_ended(leg.remote, exc)
             raise
         finally:
