@@ -8,8 +8,11 @@ client was about to send; one that brings none is closed a second later. So a cl
 import asyncio
 import contextlib
 import ctypes
+import math
+import select
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,12 +21,15 @@ import uvicorn
 
 from pdmesh.errors import ConfigError
 from pdmesh.http_protocol import BoundedHttpProtocol, Leaving
+from pdmesh.lifecycle import HTTP_BACKLOG
 
 SO_ATTACH_FILTER = 26
 # A classic BPF program over a TCP header, (code, jump if true, jump if false, operand): load the flags; SYN? drop; keep.
 DROP_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
-# Until the loop has seen that somebody waits, has accepted, and has begun what it accepted.
+# Until the loop has begun what it accepted.
 ACCEPT_TURNS = 3
+# While others may still connect, there might be no last one; a hundred times what a burst of 50 took.
+ACCEPT_S = 1.0
 LOOPBACK_ADDRESSES = ("127.", "::1")
 
 
@@ -65,7 +71,7 @@ async def _turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-def _drop_connects(listener: socket.socket) -> None:
+def drop_connects(listener: socket.socket) -> None:
     """Have the kernel drop what asks for a new connection, and nothing else. Raises OSError where it does not do that."""
     program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in DROP_SYN))
     size, address = len(DROP_SYN), ctypes.addressof(program)
@@ -113,12 +119,13 @@ class HttpServer(uvicorn.Server):
 
     async def stop_listening(self, *, is_shared: bool = False) -> None:
         """Let the next who connects find another than us; `is_shared`: somebody else holds the socket, and what waits there."""
+        until_s = time.monotonic() + ACCEPT_S
         if not is_shared:
             # Who knocks in the next moment knocks again a second later, when another listens here, or nobody.
             with contextlib.suppress(OSError):
-                _drop_connects(self._listener)
-            # Whoever has connected already is accepted: closing would reset what still waits.
-            await _turns(ACCEPT_TURNS)
+                drop_connects(self._listener)
+                until_s = math.inf
+        await self._accept_waiting(until_s)
         # asyncio's own loop, unlike uvloop, accepts first and makes connections later, which a closed server may not.
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop().remove_reader(self._listener)
@@ -126,6 +133,17 @@ class HttpServer(uvicorn.Server):
         for server in self.servers:
             server.close()
         self._leaving.close_idle()
+
+    async def _accept_waiting(self, until_s: float) -> None:
+        """Let the loop accept whoever has connected already: closing would reset them, unless another holds the socket."""
+        waiting = select.poll()
+        waiting.register(self._listener, select.POLLIN)
+        # uvloop accepts one in a turn. What it cannot accept, for want of descriptors, is not waited for.
+        for _ in range(HTTP_BACKLOG):
+            if not waiting.poll(0) or time.monotonic() >= until_s:
+                break
+            await asyncio.sleep(0)
+        await _turns(ACCEPT_TURNS)
 
     async def emptied(self) -> None:
         """Return when no connection is open any more; the caller sets the deadline."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
@@ -22,6 +23,8 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 WITHIN_S = 10.0
 NUM_KNOCKING = 8
 NUM_CLOSINGS = 3
+NUM_AT_ONCE = 50
+EVENT_LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -35,6 +38,13 @@ async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> b
     head = await reader.readuntil(b"\r\n\r\n")
     assert await reader.readexactly(2) == b"ok"
     return head.lower()
+
+
+def knocked(port: int) -> socket.socket:
+    """A client that has connected and asked, with the loop standing still."""
+    client = socket.create_connection(("127.0.0.1", port), WITHIN_S)
+    client.sendall(GET)
+    return client
 
 
 def test_who_is_connected_may_ask_once_more_and_is_told_that_it_was_the_last() -> None:
@@ -61,7 +71,7 @@ def test_who_is_connected_may_ask_once_more_and_is_told_that_it_was_the_last() -
     asyncio.run(asyncio.wait_for(scenario(), WITHIN_S))
 
 
-@pytest.mark.parametrize("new_event_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("new_event_loop", EVENT_LOOPS)
 def test_no_connection_is_reset_when_the_port_is_closed(
     new_event_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
@@ -99,6 +109,30 @@ def test_no_connection_is_reset_when_the_port_is_closed(
             runner.run(asyncio.wait_for(scenario(), WITHIN_S))
     assert outcomes["ConnectionRefusedError"] == NUM_KNOCKING * NUM_CLOSINGS, outcomes
     assert set(outcomes) <= {"answered", "ConnectionRefusedError"}, outcomes
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("new_event_loop", EVENT_LOOPS)
+def test_a_burst_that_came_while_the_loop_was_busy_is_answered(
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop], is_shared: bool
+) -> None:
+    """uvloop accepts one connection in a turn, and the port was closed after six. `is_shared`: whoever shared it has gone."""
+
+    async def scenario() -> None:
+        with contextlib.ExitStack() as clients:
+            async with serving(app, listen("127.0.0.1", 0)) as server:
+                # Until it accepts.
+                first = await asyncio.open_connection("127.0.0.1", server.port)
+                await asked(*first)
+                burst = [clients.enter_context(knocked(server.port)) for _ in range(NUM_AT_ONCE)]
+                server.leave()
+                await server.stop_listening(is_shared=is_shared)
+                first[1].close()
+                await server.emptied()
+                assert all(client.recv(1000).startswith(b"HTTP/1.1 200 ") for client in burst)
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(asyncio.wait_for(scenario(), WITHIN_S))
 
 
 def test_a_request_in_the_middle_of_its_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
