@@ -21,8 +21,8 @@ from pdmesh.security import MeshSecret
 
 log = logging.getLogger(__name__)
 
-# On one connection, of anyone who can reach the port; a proxy has two streams on it and some short calls.
-MAX_STREAMS = 1024
+# On one connection, of anyone who can reach the port: twice the pushes that a decode may expect of a prefill, a stream each.
+MAX_STREAMS = 2048
 STOP_GRACE_S = 1.0
 # Beyond the longest that a stream of ours takes to settle its last write.
 CALLS_END_S = 2.0

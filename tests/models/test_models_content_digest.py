@@ -69,6 +69,17 @@ def test_unchanged_files_are_read_once(tmp_path: Path, cache: Path, reads: list[
     assert len(reads) == 4
 
 
+def test_another_checkpoint_on_a_file_system_without_times_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of file systems give all files one time, and a file of the same size the same number."""
+    monkeypatch.setattr(module, "_told", lambda states: [])
+    regions = checkpoint(tmp_path / "model")
+    first = content_digest(regions)
+    (tmp_path / "model").write_bytes(os.urandom(64) * (SIZE // 32))
+    assert content_digest(regions) != first
+
+
 def test_what_was_changed_just_now_is_not_remembered(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,8 +44,8 @@ class ProxyConfig(ServiceConfig, HttpConfig):
     """Tokens, beside four for each choice, kept for a client that reads more slowly than the engine generates; beyond it
     that request is aborted."""
     max_retries: int = Field(default=3, ge=0, le=100)
-    """How often one request may go on elsewhere after an engine failed it, before another token comes: with that it may as often
-    again, and engines that failed it are asked again. Its deadline holds all the same. 0: the failure reaches the client."""
+    """How often one request may go on elsewhere after an engine failed it, before it has moved on by 32 tokens: then it may as
+    often again, and engines that failed it are asked again. Its deadline holds all the same. 0: failures reach the client."""
     engine_wait_timeout_s: float = Field(default=10.0, ge=0, le=3600)
     """Longest wait for an engine when none can serve; the request's own deadline may end it earlier."""
     connect_timeout_s: float = Field(default=3.0, gt=0, le=60)

@@ -23,6 +23,8 @@ from pdmesh_proxy.view import EngineView
 
 # One that is preempted more often is computed where it is: each time costs the mesh its prompt.
 MAX_HAND_BACKS = 2
+# More than a request gets that ends each engine it comes to, as a resume always yields a token.
+FORGIVEN_TOKENS = 32
 # Engines bound request ids; a client's own may be as long as it likes.
 MAX_SHOWN_ID_CHARS = 200
 RETURNED = "preempted:"
@@ -97,7 +99,7 @@ class RunningRequest:
         self.model_fingerprint = self.weights_fingerprint = ""
         self.excluded: set[str] = set()
         self.num_retries = 0
-        """Since the client last got something."""
+        """Since it last moved on by FORGIVEN_TOKENS."""
         self._num_forgiven = 0
         """Tokens that there were when retries were last counted anew."""
         self.num_hand_backs = 0
@@ -260,10 +262,10 @@ class RunningRequest:
         self.offer = self._offer_endpoint = None
 
     def forgive(self) -> None:
-        """Count retries anew, and ask every engine again, when there are more tokens than at the failure before: a long stream
-        outlives any number of failures, and one that does not move on none beyond its retries."""
+        """Count retries anew, and ask every engine again, when it has moved on by FORGIVEN_TOKENS since: a long stream outlives
+        any number of failures; one that kills engines, and gets its token at each, none beyond its retries."""
         num_tokens = sum(map(len, self.emitted))
-        if num_tokens > self._num_forgiven:
+        if num_tokens >= self._num_forgiven + FORGIVEN_TOKENS:
             self._num_forgiven = num_tokens
             self.num_retries = 0
             self.excluded.clear()

@@ -90,8 +90,10 @@ class LocalGenerator(Generator):
         try:
             leg = _stock_leg(request)
             running = self._submission.submit(_engine_request(request), inbox, leg)
-        except MeshError:
-            self.refused(request.kv_transfer_params or {})
+        except MeshError as exc:
+            # What may be tried again, at another decode, still needs its KV.
+            if not exc.retryable:
+                self.refused(request.kv_transfer_params or {})
             raise
         self._running[request.request_id] = running
         try:

@@ -1,7 +1,8 @@
 """Lets go of the offers that a stock router's decode leg named and that this engine will not read: the leg was refused, its
 client left, or the prompt was computed here. Else prefill would keep their blocks until a lease ends that nobody needs.
 
-A leg that failed because of the KV itself (502) may yet be tried at another decode, so its offer stays.
+A leg that may be tried at another decode with the same parameters keeps its offer: one that failed because of the KV itself
+(502), or found this engine full or about to end (503).
 """
 
 import logging
@@ -14,7 +15,7 @@ from pdmesh.engine.server.fetches import ABORTED, Tasks
 from pdmesh.engine.server.identity import Identity, engine_id_of
 from pdmesh.engine.server.kv_peers import KVPeers
 from pdmesh.engine.server.transfer_params import RemoteKV
-from pdmesh.errors import Draining, Forbidden, MeshError, PeerError
+from pdmesh.errors import Forbidden, MeshError, PeerError
 from pdmesh.protocol.pushes import is_offer_id
 from pdmesh.protocol.states import Reason
 from pdmesh.protocol.transfers import End, end_to_pb
@@ -41,7 +42,7 @@ class UnreadOffers:
 
     def leg_ended(self, remote: RemoteKV, error: BaseException) -> None:
         """A leg ended without a token."""
-        if not isinstance(error, Forbidden) and not _is_of_kv(error):
+        if not isinstance(error, Forbidden) and not _may_be_tried_elsewhere(error):
             self.let_go(remote)
 
     def leg_answered(self, remote: RemoteKV, kv_source: str) -> None:
@@ -77,5 +78,5 @@ class UnreadOffers:
             log.warning("offer %s is left to its lease", remote.offer_id, exc_info=True)
 
 
-def _is_of_kv(error: BaseException) -> bool:
-    return isinstance(error, PeerError) and not isinstance(error, Draining)
+def _may_be_tried_elsewhere(error: BaseException) -> bool:
+    return isinstance(error, PeerError) or (isinstance(error, MeshError) and error.retryable)
