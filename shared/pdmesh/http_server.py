@@ -7,11 +7,9 @@ client was about to send; one that brings none is closed a second later. So a cl
 
 import asyncio
 import contextlib
-import ctypes
 import math
 import select
 import socket
-import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,11 +19,8 @@ import uvicorn
 
 from pdmesh.errors import ConfigError
 from pdmesh.http_protocol import BoundedHttpProtocol, Leaving
-from pdmesh.lifecycle import HTTP_BACKLOG
+from pdmesh.lifecycle import HTTP_BACKLOG, drop_connects
 
-SO_ATTACH_FILTER = 26
-# A classic BPF program over a TCP header, (code, jump if true, jump if false, operand): load the flags; SYN? drop; keep.
-DROP_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 # Until the loop has begun what it accepted.
 ACCEPT_TURNS = 3
 # While others may still connect, there might be no last one; a hundred times what a burst of 50 took.
@@ -69,13 +64,6 @@ async def _turns(count: int) -> None:
     """Let the event loop go around."""
     for _ in range(count):
         await asyncio.sleep(0)
-
-
-def drop_connects(listener: socket.socket) -> None:
-    """Have the kernel drop what asks for a new connection, and nothing else. Raises OSError where it does not do that."""
-    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in DROP_SYN))
-    size, address = len(DROP_SYN), ctypes.addressof(program)
-    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", size, address))
 
 
 @asynccontextmanager

@@ -6,12 +6,14 @@ cannot work; with `--check-config` that is all. `serve(config, life)` opens its 
 """
 
 import asyncio
+import ctypes
 import errno
 import json
 import logging
 import os
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -27,6 +29,7 @@ __all__ = [
     "bind",
     "check_ports",
     "die_with_parent",
+    "drop_connects",
     "listen",
     "port_in_use",
     "run_service",
@@ -36,6 +39,9 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 HTTP_BACKLOG = 2048
+SO_ATTACH_FILTER = 26
+# A classic BPF program over a TCP header, (code, jump if true, jump if false, operand): load the flags; SYN? drop; keep.
+DROP_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 
 ServiceConfigT = TypeVar("ServiceConfigT", bound=ServiceConfig)
 
@@ -209,6 +215,16 @@ def listen(host: str, port: int) -> socket.socket:
     # From here on clients can connect; they wait in the backlog until somebody accepts them.
     bound.listen(HTTP_BACKLOG)
     return bound
+
+
+def drop_connects(listener: socket.socket) -> None:
+    """Have the kernel drop what asks for a new connection, and nothing else, whoever shares the socket.
+
+    Raises OSError where it does not do that.
+    """
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in DROP_SYN))
+    size, address = len(DROP_SYN), ctypes.addressof(program)
+    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", size, address))
 
 
 def bind(host: str, port: int, setting: str) -> socket.socket:

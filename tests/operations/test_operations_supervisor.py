@@ -24,6 +24,7 @@ import pytest
 
 from pdmesh.config import load_config
 from pdmesh.errors import ConfigError, InternalError
+from pdmesh.lifecycle import listen
 from pdmesh.protocol.exchange import KVDescription
 from pdmesh.protocol.layout import Layout
 from pdmesh.supervisor import keeper as keeper_module
@@ -378,6 +379,28 @@ def test_a_role_that_may_drain_longer_is_waited_for(
     given = asyncio.run(go())
     assert given[Role.PREFILL] >= 70
     assert given[Role.DECODE] < 10
+
+
+def test_nobody_gets_in_once_the_mesh_takes_its_leave(runtime: RuntimeFolder) -> None:
+    """The proxy has the door's socket too: who got in after it had looked for the last time was reset."""
+
+    async def go() -> None:
+        mesh = Mesh(UpConfig(), make_plan(runtime), runtime, changed=lambda: None, report=print)
+        door = mesh._listener = listen("127.0.0.1", 0)
+        with door, door.dup() as of_the_proxy, socket.socket() as early, socket.socket() as late:
+            address = of_the_proxy.getsockname()
+            for client in (early, late):
+                client.setblocking(False)
+            assert early.connect_ex(address) == errno.EINPROGRESS
+            await mesh.drain()
+            assert late.connect_ex(address) == errno.EINPROGRESS
+            # What came before is there to be accepted, and nothing else.
+            of_the_proxy.setblocking(False)
+            of_the_proxy.accept()[0].close()
+            with pytest.raises(BlockingIOError):
+                of_the_proxy.accept()
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """All children of one `pdmesh up`: started side by side, announced to the proxy, scaled, drained in order."""
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from pdmesh.errors import ConfigError, Draining, InternalError, MeshError
-from pdmesh.lifecycle import listen
+from pdmesh.lifecycle import drop_connects, listen
 from pdmesh.supervisor.config import MAX_REPLICAS, UpConfig
 from pdmesh.supervisor.fallbacks import fallbacks
 from pdmesh.supervisor.health import until_healthy
@@ -124,6 +125,9 @@ class Mesh:
     def _close_door(self) -> None:
         """Have clients refused, rather than wait for a proxy that will not come."""
         if self._listener is not None:
+            # The proxy holds the socket too: it can only answer all who wait there when no more come.
+            with contextlib.suppress(OSError):
+                drop_connects(self._listener)
             self._listener.close()
 
     def _changed(self) -> None:
