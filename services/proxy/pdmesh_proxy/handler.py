@@ -101,7 +101,9 @@ class MeshGenerator(Generator):
             async with asyncio.timeout(timeout_s):
                 await self._wait_empty()
         for run in self._running.values():
-            run.fail(Draining(f"the proxy shut down; the request had {timeout_s:g} s to end"))
+            # `timeout_s` is what the server's own wait has left of it.
+            had_s = self._config.drain_timeout_s
+            run.fail(Draining(f"the proxy shut down; the request had {had_s:g} s to end"))
         with contextlib.suppress(TimeoutError):
             # Enough for the error to reach clients that read.
             async with asyncio.timeout(1.0):
