@@ -137,7 +137,10 @@ class Plan:
         flags += ["--decode", f"file:{self._runtime.endpoints(Role.DECODE)}"]
         # Its further flags may have it listen elsewhere.
         is_moved = bool(self._extra_value(Role.PROXY, "--host", "--port", "--listen-fd", "--config"))
-        return replace(self._service(Role.PROXY, "proxy", [*flags, *self._served_name()]), is_door=not is_moved)
+        spec = self._service(Role.PROXY, "proxy", [*flags, *self._served_name()])
+        # Before it drains; at the door, where its successor is let in at once, it does not.
+        grace_s = self._seconds(Role.PROXY, 0.0, "--drain-grace-s") if is_moved else 0.0
+        return replace(spec, is_door=not is_moved, drain_timeout_s=spec.drain_timeout_s + grace_s)
 
     def engine(self, role: Role, number: int) -> ChildSpec:
         """The `number`th prefill or decode engine, from 1; all but the first of a role bind any free ports."""
@@ -240,15 +243,18 @@ class Plan:
         for setting in TlsConfig.model_fields if config.tls_cert else ():
             common += ["--" + setting.replace("_", "-"), getattr(config, setting)]
         argv = (sys.executable, "-m", f"pdmesh_{role}", *flags, *common, *self._extra[role])
-        return ChildSpec(name=name, role=role, argv=argv, env=self._env, drain_timeout_s=self._drain_timeout_s(role))
+        # A role's further flags may give it a time of its own.
+        drain_timeout_s = self._seconds(role, config.drain_timeout_s, *DRAIN_FLAGS)
+        return ChildSpec(name=name, role=role, argv=argv, env=self._env, drain_timeout_s=drain_timeout_s)
 
-    def _drain_timeout_s(self, role: Role) -> float:
-        """A role's further flags may give it a time of its own."""
-        given = self._extra_value(role, *DRAIN_FLAGS)
+    def _seconds(self, role: Role, default: float, *spellings: str) -> float:
+        """A time that a role's further flags may give it."""
+        given = self._extra_value(role, *spellings)
         try:
-            return float(given) if given else self._config.drain_timeout_s
+            return float(given) if given else default
         except ValueError:
-            raise ConfigError(f"{role}-args: drain-timeout-s must be a number of seconds, got {given!r}") from None
+            name = spellings[0].removeprefix("--")
+            raise ConfigError(f"{role}-args: {name} must be a number of seconds, got {given!r}") from None
 
 
 def unheard_settings(environ: Mapping[str, str]) -> list[str]:
