@@ -229,6 +229,22 @@ def test_child_that_ignores_sigterm_is_killed(keep: Callable[[str], Keeper], new
     assert news == ["decode-1 did not end in 0 s and is killed"]
 
 
+@pytest.mark.parametrize("num_turns", range(4))
+def test_no_process_is_left_untold_by_a_stop_just_before_its_start(
+    keep: Callable[[str], Keeper], news: list[str], num_turns: int
+) -> None:
+    """The stop saw no process yet; it then started, was never sent SIGTERM, and was killed when its time was over."""
+
+    async def go() -> None:
+        keeper = keep(READY + SLEEP)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await keeper.stop(5.0)
+        assert (keeper.state, news) == (KeeperState.STOPPED, [])
+
+    asyncio.run(go())
+
+
 def test_stop_ends_the_wait_between_restarts(keep: Callable[[str], Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
         keeper = keep(READY + "sys.exit(1)")
@@ -379,6 +395,18 @@ def test_a_role_that_may_drain_longer_is_waited_for(
     given = asyncio.run(go())
     assert given[Role.PREFILL] >= 70
     assert given[Role.DECODE] < 10
+
+
+def test_a_proxy_that_serves_on_before_it_drains_is_waited_for(runtime: RuntimeFolder) -> None:
+    """It was killed with streams that it still had time for. At the door it drains at once."""
+    given = ("--drain-timeout-s", "30", "--proxy-args")
+    assert make_plan(runtime, *given, "--port 9000 --drain-grace-s 10").proxy().drain_timeout_s == 40.0
+    assert (
+        make_plan(runtime, *given, "--port 9000 --drain-timeout 7 --drain-grace-s=10").proxy().drain_timeout_s == 17.0
+    )
+    assert make_plan(runtime, *given, "--drain-grace-s 10").proxy().drain_timeout_s == 30.0
+    with pytest.raises(ConfigError, match="proxy-args: drain-grace-s must be a number of seconds, got 'soon'"):
+        make_plan(runtime, *given, "--port 9000 --drain-grace-s soon").proxy()
 
 
 def test_nobody_gets_in_once_the_mesh_takes_its_leave(runtime: RuntimeFolder) -> None:

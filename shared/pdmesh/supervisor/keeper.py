@@ -7,6 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from pdmesh.errors import ConfigError, InternalError, MeshError
+from pdmesh.parent import NOT_STARTED_CODE
 from pdmesh.supervisor.child import Child
 from pdmesh.supervisor.plan import ChildSpec
 from pdmesh.supervisor.runtime import RuntimeFolder
@@ -174,7 +175,7 @@ class Keeper:
 
     async def _life_of(self, child: Child) -> int | None:
         """Its exit code; None when a successor may start before it has ended."""
-        living = asyncio.create_task(child.live(), name=self.spec.name)
+        living = asyncio.create_task(self._unless_stopped(child), name=self.spec.name)
         leaving = asyncio.create_task(child.leaving.wait())
         try:
             await asyncio.wait({living, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -188,6 +189,10 @@ class Keeper:
             leaving.cancel()
         self._leaving[child] = asyncio.create_task(self._see_off(child, living))
         return None
+
+    async def _unless_stopped(self, child: Child) -> int:
+        """Who stops us before the task's first turn finds no process to tell, so that none may start then."""
+        return NOT_STARTED_CODE if self._stop.is_set() else await child.live()
 
     async def _see_off(self, child: Child, living: asyncio.Task[int]) -> None:
         """Wait until a child has ended what it has; it is killed when that takes longer than it may."""
