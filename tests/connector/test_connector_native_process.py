@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -303,10 +305,13 @@ class CheckedPull:
     TARGETS = (*range(10, 30), 5, 6, 31, 33)
     SOURCES = (*range(100, 120), 7, 8, 40, 41)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, beside: CheckedPull | None = None) -> None:
+        """`beside`: whose thread sums this one's blocks too, as all pulls of a helper share one."""
         monkeypatch.setattr(native_jobs, "PIECE_BYTES", 8 * LARGE.block_bytes)
         monkeypatch.setattr(native_jobs, "LEAST_PIECE_BYTES", 2 * LARGE.block_bytes)
         self.scene = Scene(LARGE)
+        if beside is not None:
+            self.scene.memory.sums_thread = beside.scene.memory.sums_thread
         self.scene.connect()
         blocks = self.scene.memory.pool.blocks
         blocks[:] = np.random.default_rng(3).integers(0, 256, blocks.shape, dtype=np.uint8)
@@ -339,9 +344,16 @@ class CheckedPull:
         self.scene.agent.states[-1] = CopyState.DONE
         return self.scene.helper.poll()
 
+    def judged(self) -> list[FromHelper]:
+        """What becomes of it when no read is under way: it waits for its sums then."""
+        if any(job.handle is not None for job in self.scene.helper._jobs):
+            return []
+        assert select.select([self.scene.helper], [], [], 10)[0]
+        return self.scene.helper.poll()
+
     def arrive_whole(self) -> str:
         for _ in range(50):
-            if answers := self.arrive():
+            if answers := self.arrive() or self.judged():
                 [answer] = answers
                 assert isinstance(answer, PullEnded)
                 return answer.reason
@@ -374,8 +386,8 @@ def test_a_damaged_block_is_found_in_whichever_piece_it_came(monkeypatch: pytest
 def test_pieces_that_come_after_a_long_pause_are_summed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread leaves a pull of which nothing comes: a peer that stands still must not keep others' pulls from being summed."""
     monkeypatch.setattr(native_sums, "PATIENCE_S", 0.0)
-    slow, other = CheckedPull(monkeypatch), CheckedPull(monkeypatch)
-    other.scene.memory.sums_thread = slow.scene.memory.sums_thread
+    slow = CheckedPull(monkeypatch)
+    other = CheckedPull(monkeypatch, slow)
     assert slow.arrive() == []
     assert other.arrive_whole() == ""
     time.sleep(0.02)
@@ -387,6 +399,69 @@ def test_a_pull_that_fails_is_not_summed_further(monkeypatch: pytest.MonkeyPatch
     assert pull.arrive() == []
     pull.scene.agent.states[-1] = CopyState.FAILED
     assert pull.scene.helper.poll() == [ended("t")]
-    again = CheckedPull(monkeypatch)
-    again.scene.memory.sums_thread = pull.scene.memory.sums_thread
+    again = CheckedPull(monkeypatch, pull)
     assert again.arrive_whole() == ""
+
+
+def held_verdict(monkeypatch: pytest.MonkeyPatch) -> tuple[CheckedPull, threading.Event]:
+    """A pull of which all has arrived, and whose sums are not there before the event."""
+    held = threading.Event()
+    follow = native_sums.ArrivingBlocks.follow
+
+    def follow_late(arriving: native_sums.ArrivingBlocks) -> None:
+        assert held.wait(10)
+        follow(arriving)
+
+    monkeypatch.setattr(native_sums.ArrivingBlocks, "follow", follow_late)
+    pull = CheckedPull(monkeypatch)
+    while pull.scene.helper._jobs[0].handle is not None:
+        assert pull.arrive() == []
+    return pull, held
+
+
+def test_others_go_on_while_a_pulls_sums_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The helper's only thread waited for them: with thirty others on their way it stood still for a fifth of a second, and with
+    some more a cancelled pull passed its fence and cost all their helper."""
+    pull, held = held_verdict(monkeypatch)
+    scene = pull.scene
+    other = scene.start("other", 0)
+    for _ in range(2):
+        scene.agent.states[-1] = CopyState.DONE
+        answers = scene.helper.poll()
+    assert [(each.transfer_id, each.reason) for each in answers if isinstance(each, PullEnded)] == [("other", "")]
+    assert other in scene.agent.released
+    held.set()
+    assert select.select([scene.helper], [], [], 10)[0]
+    [answer] = scene.helper.poll()
+    assert answer == PullEnded(transfer_id="t", reason="", num_bytes=len(pull.TARGETS) * LARGE.block_bytes)
+    assert scene.helper.patience_s is None
+
+
+@pytest.mark.parametrize("why", ["cancelled", "timeout", "peer_lost"])
+def test_a_pull_whose_sums_are_awaited_ends_for_other_reasons_too(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    pull, held = held_verdict(monkeypatch)
+    helper = pull.scene.helper
+    assert helper.patience_s is not None
+    assert helper.poll() == []
+    if why == "cancelled":
+        helper.handle(CancelPull(transfer_id="t"))
+        answers = helper.poll()
+    elif why == "timeout":
+        late_s = time.monotonic() + 31
+        monkeypatch.setattr(native_jobs.time, "monotonic", lambda: late_s)
+        answers = helper.poll()
+    else:
+        answers = helper.handle(DisconnectAgent(peer_id="owner@1"))
+    assert answers == [ended("t", why)]
+    held.set()
+    # The verdict that comes after all is nobody's.
+    assert helper.poll() == []
+    assert helper.patience_s is None
+
+
+def test_who_is_whole_does_not_wait_for_those_of_which_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_sums, "PATIENCE_S", 3600.0)
+    slow = CheckedPull(monkeypatch)
+    whole = CheckedPull(monkeypatch, slow)
+    assert slow.arrive() == []
+    assert whole.arrive_whole() == ""

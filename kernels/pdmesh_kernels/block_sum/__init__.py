@@ -64,6 +64,11 @@ class Arrivals:
         return int(self._arrived[0]) > self._num_summed
 
     @property
+    def num_summed(self) -> int:
+        """How many have been summed."""
+        return self._num_summed
+
+    @property
     def is_whole(self) -> bool:
         """Whether all is summed."""
         return self._num_summed == len(self._ids)

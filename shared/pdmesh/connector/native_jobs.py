@@ -6,7 +6,6 @@ words, then a comparison.
 
 import itertools
 import mmap
-import queue
 import secrets
 import time
 from collections import deque
@@ -105,6 +104,8 @@ class Place:
 class _Stage(Enum):
     DATA = "data"
     WORDS = "words"
+    VERDICT = "verdict"
+    """All is read, and what has arrived last is being summed."""
 
 
 Copy = Callable[[Ranges, Ranges, Peer], int]
@@ -194,6 +195,8 @@ class PullJob:
             self.reason = PullEnd.TIMEOUT
         if self.reason:
             return self._ended(self.reason)
+        if self._stage is _Stage.VERDICT:
+            return self._judged()
         if time.monotonic() >= self.due_s:
             self._read_piece()
         return None
@@ -215,14 +218,18 @@ class PullJob:
         words = self._memory.words[self._first_word :]
         if words[self.message.target_block_ids].tolist() != self.message.generations:
             return self._ended(PullEnd.STALE)
-        try:
-            # All but the last have been summed by now: that is faster than reading.
-            return self._ended("" if self._arriving.are_right(self._deadline_s) else PullEnd.CORRUPT)
-        except queue.Empty:
-            return self._ended(PullEnd.TIMEOUT)
+        # Never waited for here: others are read, cancelled and proved by this thread, and what they sum may come before.
+        self._stage, self.handle, self.due_s = _Stage.VERDICT, None, self._deadline_s
+        return self._judged()
 
     def on_lost(self) -> FromHelper:
         return self._ended(self.reason or PullEnd.PEER_LOST)
+
+    def _judged(self) -> FromHelper | None:
+        """End with what the sums say, once they do. All but the last have been summed by now: that is faster than reading."""
+        if self._arriving.verdict is None:
+            return None
+        return self._ended("" if self._arriving.verdict else PullEnd.CORRUPT)
 
     def _split(self) -> deque[slice]:
         """Places in the block lists that are read at once.

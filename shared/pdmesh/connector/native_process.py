@@ -87,6 +87,10 @@ class Helper:
             return POLL_S
         return max(POLL_S, min(job.due_s for job in self._jobs) - time.monotonic())
 
+    def fileno(self) -> int:
+        """What becomes readable when `poll` has something to look at before `patience_s` is over."""
+        return self._memory.sums_thread.fileno()
+
     def handle(self, message: ToHelper) -> list[FromHelper]:
         """Carry out one order; answers that are ready at once."""
         match message:
@@ -106,6 +110,7 @@ class Helper:
         """See which reads have ended."""
         answers: list[FromHelper] = []
         self._has_moved = False
+        self._memory.sums_thread.drain()
         for job in list(self._jobs):
             # One that failed takes all of its peer's with it.
             if job in self._jobs:
@@ -272,8 +277,9 @@ def main() -> None:
     helper: Helper | None = None
     while True:
         answers: list[FromHelper] = []
-        readable, _, _ = select.select([connection], [], [], helper.patience_s if helper is not None else None)
-        if readable:
+        watched: list[socket.socket | Helper] = [connection] if helper is None else [connection, helper]
+        readable, _, _ = select.select(watched, [], [], None if helper is None else helper.patience_s)
+        if connection in readable:
             data = connection.recv(1 << 16)
             if not data:
                 # Without destructors: a library's may wait for peers that are gone.

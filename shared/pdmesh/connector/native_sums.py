@@ -1,9 +1,12 @@
 """The thread of a native helper process that sums what has arrived while the next piece of it is read."""
 
+import contextlib
 import logging
+import os
 import queue
 import threading
 import time
+import weakref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +18,8 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.005
 """How long the thread stays with a pull of which nothing comes; pieces within a host are 2 ms apart."""
+TURN_S = 0.0005
+"""How often it looks meanwhile whether others wait, where there are others: to look costs the reading thread Python's lock."""
 
 
 class SumsThread:
@@ -26,7 +31,36 @@ class SumsThread:
 
     def __init__(self) -> None:
         self._arriving: queue.SimpleQueue[ArrivingBlocks] = queue.SimpleQueue()
+        self._judged_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._live: weakref.WeakSet[ArrivingBlocks] = weakref.WeakSet()
         threading.Thread(target=self._run, name="sums", daemon=True).start()
+
+    @property
+    def turn_s(self) -> float:
+        """How long to stay with a pull before it is asked whether others wait."""
+        return PATIENCE_S if len(self._live) <= 1 else min(TURN_S, PATIENCE_S)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether pulls wait for their turn."""
+        return not self._arriving.empty()
+
+    def fileno(self) -> int:
+        """What becomes readable when there is a verdict, until `drain`."""
+        return self._judged_fd
+
+    def drain(self) -> None:
+        """Before the verdicts are looked at."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._judged_fd)
+
+    def expect(self, arriving: "ArrivingBlocks") -> None:
+        """Blocks of a pull will arrive, until `leave`."""
+        self._live.add(arriving)
+
+    def leave(self, arriving: "ArrivingBlocks") -> None:
+        """None will arrive any more."""
+        self._live.discard(arriving)
 
     def add(self, arriving: "ArrivingBlocks") -> None:
         """Begin to sum what arrives of a pull; returns at once."""
@@ -39,7 +73,9 @@ class SumsThread:
                 arriving.follow()
             except Exception:  # the thread's top
                 log.exception("blocks cannot be summed")
-                arriving.verdict.put(False)
+                arriving.verdict = False
+            if arriving.verdict is not None:
+                os.eventfd_write(self._judged_fd, 1)
 
 
 class ArrivingBlocks:
@@ -50,13 +86,16 @@ class ArrivingBlocks:
     ) -> None:
         """`wanted` is what the blocks `ids` sum to; empty: nothing is compared."""
         self.is_checked = bool(wanted)
-        self.verdict: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """Gets one."""
+        self.verdict: bool | None = None if self.is_checked else True
+        """Whether they are right; None until all are summed. The thread's `fileno` tells when it is known."""
         self._thread = thread
         self._arrivals = Arrivals(blocks, ids)
         self._wanted = np.asarray(wanted, dtype=np.uint64)
         self._lock = threading.Lock()
         self._is_followed = False
+        self._is_abandoned = False
+        if self.is_checked:
+            thread.expect(self)
 
     def note(self, num_arrived: int) -> None:
         """Say how many have arrived; returns at once."""
@@ -67,23 +106,26 @@ class ArrivingBlocks:
             if is_new:
                 self._thread.add(self)
 
-    def are_right(self, deadline_s: float) -> bool:
-        """Wait for what is being summed after all have arrived. Raises queue.Empty at the deadline."""
-        return not self.is_checked or self.verdict.get(timeout=max(0.0, deadline_s - time.monotonic()))
-
     def abandon(self) -> None:
         """No more will come."""
+        self._is_abandoned = True
+        self._thread.leave(self)
         self._arrivals.note(-1)
 
     def follow(self) -> None:
         """Sum what has arrived and what follows soon; in the thread for that."""
+        num_summed, leave_s = 0, time.monotonic() + PATIENCE_S
         while True:
-            self._arrivals.follow(PATIENCE_S)
+            self._arrivals.follow(self._thread.turn_s)
             if self._arrivals.is_whole:
-                self.verdict.put(are_as_told(self._arrivals.sums, self._wanted))
+                self.verdict = are_as_told(self._arrivals.sums, self._wanted)
                 return
+            if self._arrivals.num_summed > num_summed:
+                num_summed, leave_s = self._arrivals.num_summed, time.monotonic() + PATIENCE_S
+            # Who waits may be whole, and somebody wait for what it sums to.
+            is_over = self._is_abandoned or self._thread.has_waiting or time.monotonic() >= leave_s
             with self._lock:
                 # Looked at under the lock: who notes an arrival after this adds the pull again.
-                if not self._arrivals.has_more:
+                if is_over and not self._arrivals.has_more:
                     self._is_followed = False
                     return
