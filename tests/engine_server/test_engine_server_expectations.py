@@ -14,9 +14,11 @@ import pytest
 from pdmesh.connector.handshake import Peer
 from pdmesh.engine.push_messages import EndPush, ExpectPush, PushArrived, PushExpected
 from pdmesh.engine.server.expectations import Expectations
+from pdmesh.engine.server.writers import ABORTED
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.exchange import Exchange
 from pdmesh.protocol.pushes import Expectation, PushProgress, progress_to_pb
+from pdmesh.protocol.transfers import Ended
 from pdmesh.security import MeshSecret
 
 OFFER = "0" * 32
@@ -51,7 +53,7 @@ class World:
         self.metrics = MagicMock()
         peer = MagicMock(spec=Peer, peer_id="owner@1", exchange=Exchange.BYTES, address="127.0.0.1:1")
         peer.stub = SimpleNamespace(Push=push)
-        peers = MagicMock()
+        peers = self.peers = MagicMock()
 
         async def reach(*_: object) -> Peer:
             return peer
@@ -143,6 +145,34 @@ def test_only_what_the_owner_vouches_for_stays_findable_when_nobody_comes(ended:
 
     world = asyncio.run(run())
     assert [each.is_broken for each in world.sent if isinstance(each, EndPush) and each.is_unwanted] == [not ended]
+
+
+@pytest.mark.parametrize("is_shut_out", [False, True])
+def test_the_owner_of_a_push_that_broke_is_told_that_it_is_over(is_shut_out: bool) -> None:
+    """Not where all writers had been shut out meanwhile for another's silence: it was renewed for as long as both lived."""
+    told: list[tuple[object, ...]] = []
+
+    async def end(*args: object) -> Ended:
+        told.append(args)
+        return Ended(known=False, peer_id="owner@1")
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+
+            def push(*_: object, **__: object) -> Call:
+                world.expectations.writers.num_shut_out += is_shut_out
+                return Call([], None)
+
+            world = World(tasks, push)
+            world.peers.end = end
+            # The real one, of its class.
+            del world.expectations.writers.stop
+            world.expectations.expect(EXPECTATION, MagicMock())
+            [transfer_id] = world.expectations._by_transfer
+            await world.ended()
+        assert told == [("owner@1", transfer_id, False, ABORTED)]
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("is_settling", [False, True])

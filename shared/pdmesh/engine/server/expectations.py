@@ -36,7 +36,7 @@ from pdmesh.engine.server.fetches import Tasks
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.metrics import EngineMetrics
 from pdmesh.engine.server.requests import RunningRequest, Sink
-from pdmesh.engine.server.writers import Writers
+from pdmesh.engine.server.writers import ABORTED, Writers
 from pdmesh.errors import MeshError, PeerUnavailable, TransferFailed
 from pdmesh.protocol.exchange import Exchange
 from pdmesh.protocol.messages import GroupBlocks
@@ -329,7 +329,7 @@ class Expectations:
             await self._peers.end(expected.expectation.owner_id, expected.transfer_id, True)
             return
         expectation = expected.expectation
-        await self.writers.stop(
+        is_told = await self.writers.stop(
             expectation.owner_id,
             expectation.owner_address,
             expected.transfer_id,
@@ -337,6 +337,9 @@ class Expectations:
             expected.deadline_s,
         )
         self._stopped(expected)
+        if not is_told:
+            # Shut out with the others it has not been asked, and it may live: it would be renewed for as long as that.
+            await self._peers.end(expectation.owner_id, expected.transfer_id, False, ABORTED)
 
     def _stopped(self, expected: Expected) -> None:
         expected.is_stopped = True

@@ -50,16 +50,18 @@ class Writers:
         self.num_shut_out = 0
         """Times that all writers were, or begin to be, shut out."""
 
-    async def stop(self, owner_id: str, address: str, transfer_id: str, num_shut_out: int, deadline_s: float) -> None:
-        """Return when the owner writes nothing more for a transfer, that was begun after so many times of shutting out.
+    async def stop(self, owner_id: str, address: str, transfer_id: str, num_shut_out: int, deadline_s: float) -> bool:
+        """Return when the owner writes nothing more for a transfer, that was begun after so many times of shutting out; whether
+        the owner has been asked, and so told that the transfer is over.
 
         `deadline_s`: of its request, on the monotonic clock; until then an owner that says that it is stopping has time.
         """
+        is_asked = False
         ask_until_s, pause_s = time.monotonic() + ASK_FOR_S, FIRST_PAUSE_S
         while self.num_shut_out == num_shut_out:
-            word = await self._ask(owner_id, address, transfer_id)
+            word, is_asked = await self._ask(owner_id, address, transfer_id), True
             if word is _Word.STOPPED:
-                return
+                return True
             if word is _Word.STOPPING:
                 ask_until_s = max(ask_until_s, min(time.monotonic() + ASK_FOR_S, deadline_s))
             if word is _Word.NEVER or time.monotonic() >= ask_until_s:
@@ -68,6 +70,7 @@ class Writers:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
         await self._shut_out(num_shut_out)
+        return is_asked
 
     def shut_out(self, message: WritersShutOut) -> None:
         """Deliver the core's answer."""
