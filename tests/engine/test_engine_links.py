@@ -9,13 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.pool import KVPool
+from pdmesh.engine.detours import replace_way
 from pdmesh.engine.links import Links
-from pdmesh.engine.messages import ConnectPeer, DisconnectPeer, OtherWay, PeerConnected
+from pdmesh.engine.messages import ConnectPeer, DisconnectPeer, OtherWay, PeerConnected, Use
 from pdmesh.engine.server import core_peers
 from pdmesh.errors import HandshakeRefused, PeerUnavailable
 
@@ -103,7 +105,7 @@ def test_a_peer_whose_connect_took_too_long_for_the_server_is_let_go(monkeypatch
             if isinstance(message, ConnectPeer):
                 links.connect(message)
             elif isinstance(message, DisconnectPeer):
-                links.disconnect(message.peer_id)
+                links.disconnect(message.peer_id, message.use, message.connector)
 
     async def attach() -> None:
         pool = PeerPool(peer_id="2", metadata=b"", num_blocks=1, block_bytes=1)
@@ -117,6 +119,64 @@ def test_a_peer_whose_connect_took_too_long_for_the_server_is_let_go(monkeypatch
         assert connector.connected == set()
     finally:
         links.close()
+
+
+class Asked:
+    """A core's end: what was sent to it."""
+
+    def __init__(self) -> None:
+        self.sent: list[ConnectPeer | DisconnectPeer] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def given_up(self) -> list[DisconnectPeer]:
+        return [each for each in self.sent if isinstance(each, DisconnectPeer)]
+
+
+POOL = PeerPool(peer_id="2", metadata=b"", num_blocks=1, block_bytes=1)
+
+
+@pytest.mark.parametrize("use", list(Use))
+@pytest.mark.parametrize("how", ["late", "cancelled"])
+def test_what_nobody_waits_for_any_more_is_given_up_alone_and_for_its_own_use(
+    monkeypatch: pytest.MonkeyPatch, use: Use, how: str
+) -> None:
+    """All that the peer was attached for was cut off; of a push it was its pulls, and the late connection stayed for ever."""
+    monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 0.05 if how == "late" else 60.0)
+
+    async def attach() -> list[DisconnectPeer]:
+        core = Asked()
+        attaching = asyncio.create_task(core_peers.CorePeers(core).attach(POOL, "shm", use))
+        if how == "cancelled":
+            await asyncio.sleep(0)
+            attaching.cancel()
+        with pytest.raises(PeerUnavailable if how == "late" else asyncio.CancelledError):
+            await attaching
+        return core.given_up()
+
+    assert asyncio.run(attach()) == [DisconnectPeer(peer_id="2", use=use, connector="shm")]
+
+
+def test_one_that_has_waited_long_enough_spoils_it_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer was for the first to ask alone: whoever asked a moment later never heard it, and gave up what was connected."""
+
+    async def attach() -> None:
+        core = Asked()
+        peers = core_peers.CorePeers(core)
+        monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 0.05)
+        first = asyncio.create_task(peers.attach(POOL, "shm"))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 10.0)
+        second = asyncio.create_task(peers.attach(POOL, "shm"))
+        with pytest.raises(PeerUnavailable, match="in time"):
+            await first
+        peers.connected(PeerConnected(peer_id="2", connector="shm"))
+        await second
+        assert core.given_up() == []
+        assert not peers._waiting
+
+    asyncio.run(attach())
 
 
 class Scripted(Connector):
@@ -164,9 +224,10 @@ class Scene:
         self.nixl, self.mooncake, self.grpc = (Scripted(name) for name in ("nixl", "mooncake", "grpc"))
         self.links = Links({each.name: each for each in (self.nixl, self.mooncake, self.grpc)})
         others = [OtherWay(connector=name, metadata=name.encode()) for name in ("mooncake", "grpc")]
-        self.links.connect(
-            ConnectPeer(peer_id="p", connector="nixl", metadata=b"", num_blocks=1, block_bytes=64, others=others)
+        self.order = ConnectPeer(
+            peer_id="p", connector="nixl", metadata=b"", num_blocks=1, block_bytes=64, others=others
         )
+        self.links.connect(self.order)
         assert len(_answers(self.links, 1)) == 1
         self.pull = Pull(
             transfer_id="t",
@@ -288,3 +349,86 @@ def test_a_peer_that_was_let_go_is_not_sought_elsewhere(scene: Scene) -> None:
     scene.nixl.end("peer_lost")
     assert scene.ended() == ("peer_lost", "nixl")
     assert scene.mooncake.connected == set()
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_connector_that_is_given_up_costs_no_pull_over_another(scene: Scene, is_answered: bool) -> None:
+    """The pulls over the one that works were cut off for a better one that was late."""
+    if not is_answered:
+        scene.mooncake.may_connect.clear()
+    scene.links.connect(replace_way(scene.order, "mooncake", b""))
+    if is_answered:
+        assert len(_answers(scene.links, 1)) == 1
+    scene.links.disconnect("p", Use.PULL, "mooncake")
+    scene.mooncake.may_connect.set()
+    if not is_answered:
+        assert len(_answers(scene.links, 1)) == 1
+    assert scene.mooncake.connected == set()
+    scene.links.start(replace(scene.pull, transfer_id="u"))
+    assert scene.links.poll() == []
+    assert [each.transfer_id for each in scene.nixl.started] == ["t", "u"]
+    assert scene.nixl.connected == {"p"}
+    scene.links.disconnect("p")
+    assert not len(scene.links._attachments)
+
+
+@pytest.mark.parametrize("is_given_up_first", [True, False])
+def test_a_connector_that_is_given_up_stays_for_the_pull_that_goes_on_over_it(
+    scene: Scene, is_given_up_first: bool
+) -> None:
+    scene.mooncake.may_connect.clear()
+    scene.links.connect(replace_way(scene.order, "mooncake", b""))
+    scene.links.connect(scene.order)
+    scene.nixl.end("peer_lost")
+    if is_given_up_first:
+        scene.links.disconnect("p", Use.PULL, "mooncake")
+    assert scene.links.poll() == []
+    if not is_given_up_first:
+        scene.links.disconnect("p", Use.PULL, "mooncake")
+    scene.mooncake.may_connect.set()
+    assert len(_answers(scene.links, 3)) == 3
+    assert len(scene.mooncake.started) == 1
+    assert scene.mooncake.connected == {"p"}
+    scene.mooncake.end("")
+    assert scene.ended() == ("", "mooncake:after:nixl")
+    scene.links.disconnect("p")
+    assert scene.mooncake.connected == set()
+    assert not len(scene.links._attachments)
+
+
+@pytest.mark.parametrize("is_wanted_again", [True, False])
+def test_of_several_orders_the_last_word_counts(scene: Scene, is_wanted_again: bool) -> None:
+    """What one of them connects is not kept for want of another giving up, nor let go under one that came later."""
+    order = replace_way(scene.order, "mooncake", b"")
+    scene.mooncake.may_connect.clear()
+    scene.links.connect(order)
+    if not is_wanted_again:
+        scene.links.connect(order)
+    scene.links.disconnect("p", Use.PULL, "mooncake")
+    if is_wanted_again:
+        scene.links.connect(order)
+    scene.mooncake.may_connect.set()
+    assert len(_answers(scene.links, 2)) == 2
+    assert scene.mooncake.connected == ({"p"} if is_wanted_again else set())
+    scene.links.disconnect("p")
+    assert not len(scene.links._attachments)
+
+
+@pytest.mark.parametrize("is_lost_first", [True, False])
+def test_a_lost_peers_pull_that_is_yet_to_end_keeps_no_connection(scene: Scene, is_lost_first: bool) -> None:
+    scene.nixl.may_connect.clear()
+    again = replace_way(scene.order, "nixl", b"another")
+    if is_lost_first:
+        scene.links.disconnect("p")
+        scene.links.connect(again)
+        scene.links.disconnect("p", Use.PULL, "nixl")
+    else:
+        scene.links.connect(again)
+        scene.links.disconnect("p")
+    scene.nixl.may_connect.set()
+    assert len(_answers(scene.links, 1)) == 1
+    assert scene.nixl.connected == set()
+    scene.nixl.end("cancelled")
+    assert scene.ended() == ("peer_lost", "nixl")
+    assert not len(scene.links._attachments)
+    assert not scene.links._lost

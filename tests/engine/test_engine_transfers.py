@@ -281,6 +281,15 @@ def test_resuming_several_choices_from_one_ticket(pair: tuple[CoreHarness, CoreH
         assert prefill.tokens(choice=choice) + decode.tokens(choice=choice) == whole.tokens(choice=choice)
 
 
+def test_a_connector_that_is_given_up_leaves_the_others_of_its_peer(pair: tuple[CoreHarness, CoreHarness]) -> None:
+    prefill, decode = pair
+    sealed = prefill_prompt(prefill, prompt_of(17))
+    decode.send(DisconnectPeer(peer_id="p@1", connector="nixl"))
+    decode.add(prompt_of(17), emitted=[prefill.tokens()], source=source_of(sealed))
+    decode.run()
+    assert [each.committed for each in ended(decode)] == [True]
+
+
 def test_connecting_over_a_connector_that_is_not_there_is_answered() -> None:
     core = make_core("d@1")
     answer = core.connect(ConnectPeer(peer_id="p@1", connector="nixl", metadata=b"", num_blocks=1, block_bytes=1))

@@ -33,8 +33,8 @@ class Attachments:
         """Connections over which something has failed since."""
         self._connecting: Counter[tuple[str, Use, str]] = Counter()
         """Orders under way."""
-        self._unwanted: set[tuple[str, Use]] = set()
-        """To be let go as soon as they are connected; each has an order under way."""
+        self._unwanted: set[tuple[str, Use, str]] = set()
+        """To be let go when the last order for them has ended; each has one under way."""
         self._lock = threading.Lock()
         """Of the connections."""
 
@@ -46,12 +46,10 @@ class Attachments:
         return self._names.get((peer_id, use), [])
 
     def begin(self, order: ConnectPeer) -> None:
-        """Note an order that is given now."""
-        self._connecting[order.peer_id, order.use, order.connector] += 1
-
-    def want(self, order: ConnectPeer) -> None:
-        """Somebody uses the peer again."""
-        self._unwanted.discard((order.peer_id, order.use))
+        """Note an order that is given now: somebody wants what it connects, again maybe."""
+        key = (order.peer_id, order.use, order.connector)
+        self._connecting[key] += 1
+        self._unwanted.discard(key)
 
     def stands(self, order: ConnectPeer) -> bool:
         """Whether a peer is connected just so already, and nothing speaks against it."""
@@ -74,23 +72,32 @@ class Attachments:
                 self._suspects.add((peer_id, connector))
 
     def arrived(self, answer: PeerConnected) -> bool:
-        """Take the end of an order; whether its attachment is to be let go at once."""
-        peer_id, use, connector = answer.peer_id, answer.use, answer.connector
-        self._connecting[peer_id, use, connector] -= 1
+        """Take the end of an order; whether its connector is to be let go at once."""
+        key = (peer_id, use, connector) = (answer.peer_id, answer.use, answer.connector)
+        self._connecting[key] -= 1
         self._connecting += Counter()
         if not answer.error:
             names = self._names.setdefault((peer_id, use), [])
             names[:] = [*(each for each in names if each != connector), connector]
-        is_unwanted = (peer_id, use) in self._unwanted
-        if not self._is_connecting(peer_id, use):
-            self._unwanted.discard((peer_id, use))
-        return is_unwanted and not answer.error
+        is_unwanted = key in self._unwanted
+        self._unwanted.discard(key)
+        return is_unwanted
 
-    def release(self, peer_id: str, use: Use) -> Released:
-        """End an attachment, and one that is being made."""
-        if self._is_connecting(peer_id, use):
-            self._unwanted.add((peer_id, use))
-        names, used = self._names.pop((peer_id, use), []), self._used(peer_id)
+    def is_over(self, peer_id: str, use: Use) -> bool:
+        """Whether a peer is not attached for a use, nor about to be."""
+        return not self.names(peer_id, use) and not self._connectors_under_way(peer_id, use)
+
+    def release(self, peer_id: str, use: Use, connector: str = "") -> Released:
+        """End an attachment, and one that is being made; with a connector, over that one alone, when its orders have ended."""
+        under_way = self._connectors_under_way(peer_id, use)
+        self._unwanted.update((peer_id, use, name) for name in under_way if connector in ("", name))
+        names, rest = self._names.pop((peer_id, use), []), []
+        if connector:
+            rest = [each for each in names if each != connector or each in under_way]
+            names = [each for each in names if each not in rest]
+        if rest:
+            self._names[peer_id, use] = rest
+        used = self._used(peer_id)
         released = Released(
             gone=[each for each in names if each not in used], kept=[each for each in names if each in used]
         )
@@ -115,9 +122,6 @@ class Attachments:
             for connector in connectors:
                 self._orders.pop((peer_id, connector), None)
                 self._suspects.discard((peer_id, connector))
-
-    def _is_connecting(self, peer_id: str, use: Use) -> bool:
-        return bool(self._connectors_under_way(peer_id, use))
 
     def _connectors_under_way(self, peer_id: str, use: Use) -> list[str]:
         return [name for each, of, name in self._connecting if (each, of) == (peer_id, use)]

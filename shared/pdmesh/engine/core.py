@@ -232,7 +232,7 @@ class Core:
             case ConnectPeer():
                 self._links.connect(message)
             case DisconnectPeer():
-                self._links.disconnect(message.peer_id, message.use)
+                self._links.disconnect(message.peer_id, message.use, message.connector)
             case BeginPush():
                 self._scheduler.remote.pushing.begin(message)
             case StopPush():

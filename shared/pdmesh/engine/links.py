@@ -108,7 +108,6 @@ class Links:
 
     def connect(self, order: ConnectPeer) -> None:
         """Begin to connect a peer; the answer comes from `take_news`."""
-        self._attachments.want(order)
         if order.use is Use.PULL:
             self._detours.tell(order)
         self._connect_aside(order)
@@ -119,7 +118,9 @@ class Links:
 
     def take_news(self) -> list[News]:
         """Return the answers to `connect`, and what else the server must know, since the last call; never blocks."""
-        if not self._drain_wake():
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
             return []
         # What woke the loop may have been the alarm, which does not ring twice.
         self._refuse_overdue()
@@ -129,37 +130,45 @@ class Links:
             news.append(message)
             if not isinstance(message, PeerConnected):
                 continue
-            if self._attachments.arrived(message):
-                self.disconnect(message.peer_id, message.use)
+            is_unwanted = self._attachments.arrived(message)
+            if message.use is Use.PULL:
+                for journey in self._detours.arrived(message.peer_id, message.connector):
+                    self._go_on(journey, message.error)
+                if message.error and self._attachments.is_over(message.peer_id, Use.PULL):
+                    self._forget_ways(message.peer_id)
+            if is_unwanted:
+                self.disconnect(message.peer_id, message.use, message.connector)
             for name in self._attachments.strays(message.peer_id):
                 self._connectors[name].disconnect(message.peer_id)
-            if message.use is Use.PUSH:
-                continue
-            for journey in self._detours.arrived(message.peer_id, message.connector):
-                self._go_on(journey, message.error)
-            if message.error and not self._attachments.names(message.peer_id, Use.PULL):
-                self._forget_ways(message.peer_id)
         return news
 
-    def disconnect(self, peer_id: str, use: Use = Use.PULL) -> None:
-        """Forget a peer for a use; its pulls, or the writes to it, end with `peer_lost`."""
-        released = self._attachments.release(peer_id, use)
+    def disconnect(self, peer_id: str, use: Use = Use.PULL, connector: str = "") -> None:
+        """Forget a peer for a use; its pulls, or the writes to it, end with `peer_lost`.
+
+        With a connector: give that one up alone, when it is connected. One that a detour goes over by then goes with the others.
+        """
+        if connector and not self._lost.issuperset(self._under_way(peer_id, use, connector)):
+            return
+        released = self._attachments.release(peer_id, use, connector)
         for name in released.gone:
+            self._lost.update(self._under_way(peer_id, use, name))
             self._connectors[name].disconnect(peer_id)
         for name in released.kept:
             self._stop(peer_id, use, name)
-        if use is Use.PULL:
+        if use is Use.PULL and (not connector or self._attachments.is_over(peer_id, use)):
             self._forget_ways(peer_id)
 
     def _stop(self, peer_id: str, use: Use, name: str) -> None:
         """Stop what is under way for one use of a connection that the other keeps."""
-        if use is Use.PULL:
-            ids = [key for key, each in self._pulls.items() if (each.pull.peer_id, each.connector) == (peer_id, name)]
-        else:
-            ids = [key for key, each in self._writes.items() if each == _Write(peer_id, name)]
-        for transfer_id in ids:
+        for transfer_id in self._under_way(peer_id, use, name):
             self._lost.add(transfer_id)
             self.cancel(transfer_id)
+
+    def _under_way(self, peer_id: str, use: Use, name: str) -> list[str]:
+        """Return what a connector carries out now of a peer's pulls, or of the writes to it."""
+        if use is Use.PULL:
+            return [key for key, each in self._pulls.items() if (each.pull.peer_id, each.connector) == (peer_id, name)]
+        return [key for key, each in self._writes.items() if each == _Write(peer_id, name)]
 
     def _forget_ways(self, peer_id: str) -> None:
         for journey in self._detours.forget(peer_id):
@@ -290,9 +299,7 @@ class Links:
                     journey = self._pulls.pop(told.transfer_id, None)
                     write = self._writes.pop(told.transfer_id, None)
                     if told.reason == PEER_LOST or told.reason.startswith(ERROR_PREFIX):
-                        peer_id = (
-                            journey.pull.peer_id if journey is not None else "" if write is None else write.peer_id
-                        )
+                        peer_id = journey.pull.peer_id if journey else write.peer_id if write else ""
                         self._attachments.suspect(peer_id, name)
                     result = self._judged(told)
                     if journey is None:
@@ -339,13 +346,6 @@ class Links:
     def _refuse(self, pull: Pull | ConvertingPull | Push, connector: str, reason: str) -> None:
         result = PullResult(transfer_id=pull.transfer_id, reason=reason, num_bytes=0, duration_s=0.0)
         self._refused.append(EndedPull(result, connector))
-
-    def _drain_wake(self) -> bool:
-        try:
-            os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            return False
-        return True
 
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:

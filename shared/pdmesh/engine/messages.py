@@ -98,6 +98,8 @@ class ConnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peer_id: str
     use: Use = Use.PULL
+    connector: str = ""
+    """The only one to let go: an order for it is given up, and the others stay; all of them when empty."""
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):

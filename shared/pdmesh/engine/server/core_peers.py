@@ -1,6 +1,7 @@
 """Connects pools of peers in the core: the server agrees with a peer, the core's worker half maps or registers its memory."""
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdmesh.connector.base import PeerPool
@@ -17,17 +18,27 @@ class Core(Protocol):
     def send(self, message: ToCore) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
+class _Question:
+    """An answer of the core's that is waited for, by several maybe."""
+
+    answer: asyncio.Future[PeerConnected] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    num_waiting: int = 0
+    is_heard: bool = False
+    """One of them has had the answer, and lets go what it is about."""
+
+
 class CorePeers:
     """Turns ConnectPeer and its answer into one awaitable call."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._waiting: dict[tuple[str, str, Use], asyncio.Future[PeerConnected]] = {}
+        self._waiting: dict[tuple[str, str, Use], _Question] = {}
 
     async def attach(self, pool: PeerPool, connector: str, use: Use = Use.PULL) -> None:
         """Have the core reach `pool`. Raises HandshakeRefused when its memory cannot be reached."""
         key = (pool.peer_id, connector, use)
-        answer = self._waiting.setdefault(key, asyncio.get_running_loop().create_future())
+        question = self._waiting.setdefault(key, _Question())
         self._core.send(
             ConnectPeer(
                 peer_id=pool.peer_id,
@@ -40,15 +51,20 @@ class CorePeers:
                 use=use,
             )
         )
+        question.num_waiting += 1
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                connected = await asyncio.shield(answer)
+                connected = await asyncio.shield(question.answer)
+            question.is_heard = True
         except TimeoutError:
-            # It may be connected yet, and nobody would know of it to let it go.
-            self.detach(pool.peer_id)
             raise PeerUnavailable(f"the engine core did not connect {pool.peer_id} over {connector} in time") from None
         finally:
-            self._waiting.pop(key, None)
+            question.num_waiting -= 1
+            if not question.num_waiting:
+                del self._waiting[key]
+                if not question.is_heard:
+                    # It may be connected yet, and nobody would know of it to let it go. The others of the peer's go on.
+                    self._core.send(DisconnectPeer(peer_id=pool.peer_id, use=use, connector=connector))
         if connected.error:
             raise HandshakeRefused(f"{pool.peer_id} over {connector}: {connected.error}")
 
@@ -62,6 +78,6 @@ class CorePeers:
 
     def connected(self, message: PeerConnected) -> None:
         """Deliver the core's answer."""
-        answer = self._waiting.get((message.peer_id, message.connector, message.use))
-        if answer is not None and not answer.done():
-            answer.set_result(message)
+        question = self._waiting.get((message.peer_id, message.connector, message.use))
+        if question is not None and not question.answer.done():
+            question.answer.set_result(message)
