@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from pdmesh.connector.pages import PagesAhead
 from pdmesh.connector.pool import PAGE_BYTES, KVPool, PoolShape, create_pool_file, size_pool_file
@@ -101,4 +102,24 @@ def test_who_reads_has_what_comes_next_mapped_and_takes_no_memory() -> None:
         assert mapped(reader) == [*range(2, 9)]
         assert num_taken(pool) == 20
     reader.close()
+    pool.close()
+
+
+def test_who_gives_blocks_out_goes_on_where_no_thread_can_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the limit of threads it ended the one that copies for all pulls of shared memory, and failed the sums of blocks."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = fresh_pool()
+    with monkeypatch.context() as patch, PagesAhead(pool) as pages:
+        patch.setattr(threading.Thread, "start", refuse)
+        pool.bump([0])
+        # Said once; what is only faster is not tried again and again.
+        pool.bump([9])
+        pages.note([10])
+        assert ["can't start new thread" in record.getMessage() for record in caplog.records] == [True]
+    assert num_taken(pool) == 0
     pool.close()

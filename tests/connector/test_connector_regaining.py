@@ -136,3 +136,34 @@ def test_what_was_attached_for_a_peer_that_was_lost_meanwhile_is_let_go() -> Non
     world.attach_better = attach_better  # type: ignore[method-assign]
     world.use(peer, FIRST_PAUSE_S)
     assert (peer.connector, world.detached) == ("grpc", ["owner@1"])
+
+
+def test_an_attempt_that_breaks_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    """A library's own error ended the task, and the peer was never asked for a better connector again."""
+    world, peer = met("grpc")
+    attach_better = world.attach_better
+
+    async def broken(*_: object) -> str:
+        raise OSError("no such device")
+
+    world.attach_better = broken  # type: ignore[method-assign]
+    world.use(peer, FIRST_PAUSE_S)
+    assert "could not be tried" in caplog.text
+    world.attach_better = attach_better  # type: ignore[method-assign]
+    world.works = {"nixl"}
+    world.use(peer, FIRST_PAUSE_S * 3)
+    assert peer.connector == "nixl"
+
+
+def test_nobody_waits_for_an_attempt() -> None:
+    """A request that needed its next connector waited for the lock of the one that did the attempt, for up to 20 s."""
+    world, peer = met("grpc")
+    locked: list[bool] = []
+
+    async def attach_better(*_: object) -> str:
+        locked.append(peer.attaching.locked())
+        return "nixl"
+
+    world.attach_better = attach_better  # type: ignore[method-assign]
+    world.use(peer, FIRST_PAUSE_S)
+    assert (locked, peer.connector) == ([False], "nixl")

@@ -21,7 +21,7 @@ from pdmesh.connector.base import PeerPool
 from pdmesh.connector.grpc import GrpcConnector
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.shm import ShmConnector
-from pdmesh.errors import ConfigError
+from pdmesh.errors import ConfigError, HandshakeRefused
 from pdmesh.security import MeshSecret
 from pdmesh_kvcache.arena import Arena, BlockKind
 from pdmesh_kvcache.promotion import Promotion
@@ -255,26 +255,49 @@ def test_pull_whose_connector_overlooks_the_deadline_is_stopped(monkeypatch: pyt
     asyncio.run(scenario())
 
 
+def small_puller() -> tuple[Arena, Puller]:
+    arena = Arena(
+        BlockKind(model_fingerprint=MODEL, layout_fingerprint=LAYOUT),
+        peer_id="tier@1",
+        num_slots=4,
+        block_bytes=BLOCK_BYTES,
+        on_evict=lambda: None,
+    )
+    puller = Puller(
+        arena,
+        ["shm"],
+        MeshSecret(SECRET),
+        on_loopback=True,
+        options={},
+        on_metadata=lambda name, data: None,
+        on_left_out=lambda name: None,
+    )
+    return arena, puller
+
+
+def test_whatever_a_connector_raises_is_a_refusal_of_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's own error passed by all who try the next connector, and ended the attempts to get a better one back."""
+
+    def broken(connector: ShmConnector, peer: PeerPool) -> None:
+        raise OSError("no such device")
+
+    monkeypatch.setattr(ShmConnector, "connect", broken)
+
+    async def scenario() -> None:
+        arena, puller = small_puller()
+        async with puller, running_engine("engine") as engine:
+            with pytest.raises(HandshakeRefused, match="shm: OSError: no such device"):
+                await puller.reach(engine.peer_id, engine.address, 5.0)
+        arena.close()
+
+    asyncio.run(scenario())
+
+
 def test_nothing_of_engines_that_are_gone_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdmesh_kvcache.puller.PEER_IDLE_S", 0.1)
 
     async def scenario() -> None:
-        arena = Arena(
-            BlockKind(model_fingerprint=MODEL, layout_fingerprint=LAYOUT),
-            peer_id="tier@1",
-            num_slots=4,
-            block_bytes=BLOCK_BYTES,
-            on_evict=lambda: None,
-        )
-        puller = Puller(
-            arena,
-            ["shm"],
-            MeshSecret(SECRET),
-            on_loopback=True,
-            options={},
-            on_metadata=lambda name, data: None,
-            on_left_out=lambda name: None,
-        )
+        arena, puller = small_puller()
         async with puller:
             for at in range(4):
                 async with running_engine(f"engine-{at}") as engine:

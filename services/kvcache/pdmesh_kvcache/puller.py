@@ -19,7 +19,7 @@ from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
 from pdmesh.connector.options import ConnectorOptions
 from pdmesh.connector.peers import Peer, PeerDirectory
 from pdmesh.connector.registry import make_worker_connectors
-from pdmesh.errors import ConfigError, HandshakeRefused, PeerUnavailable
+from pdmesh.errors import ConfigError, HandshakeRefused, MeshError, PeerUnavailable
 from pdmesh.security import MeshSecret
 from pdmesh_kvcache.arena import Arena
 
@@ -208,7 +208,13 @@ class Puller:
         if (leaving := self._leaving.get(pool.peer_id)) is not None:
             # Or it would end the connection that is made now.
             await asyncio.wait([leaving])
-        await self._loop.run_in_executor(self._connect_threads, connector.connect, pool)
+        try:
+            await self._loop.run_in_executor(self._connect_threads, connector.connect, pool)
+        except MeshError:
+            raise
+        except Exception as exc:  # any of a library's classes: the next connector may work
+            log.exception("connecting %s over %s failed", pool.peer_id, name)
+            raise HandshakeRefused(f"{pool.peer_id} over {name}: {type(exc).__name__}: {exc}") from exc
         self._connectors_of.setdefault(pool.peer_id, set()).add(name)
 
     def _detach(self, peer_id: str) -> None:

@@ -74,7 +74,15 @@ class PagesAhead:
             self._num_given = num_given
             self._wake.set()
             if self._thread.ident is None:
-                self._thread.start()
+                self._start()
+
+    def _start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            # This only makes things faster: whoever gives blocks out, or copies them, goes on without it.
+            self._num_ahead = 0
+            log.warning("memory of the KV pool is taken as blocks are used: %s", exc)
 
     def _work(self) -> None:
         # On Linux each thread has a niceness of its own.

@@ -53,12 +53,21 @@ class Regaining:
     async def _try(self, peer: Peer) -> None:
         name = ""
         try:
-            async with peer.attaching:
-                greeting = await self._greeter.ask(peer.stub, peer.address)
-                if greeting.reply.peer_id == peer.peer_id and self._knows(peer):
-                    name = await self._greeter.attach_better(peer.address, greeting, peer.connector)
+            # Without `peer.attaching`: this may take long, and a request that needs its next connector waits for that lock. What
+            # is attached here comes before the one in use, and what there after it.
+            greeting = await self._greeter.ask(peer.stub, peer.address)
+            if greeting.reply.peer_id == peer.peer_id and self._knows(peer):
+                name = await self._greeter.attach_better(peer.address, greeting, peer.connector)
         except MeshError as exc:
             log.debug("%s was not asked for a better connector: %s", peer.address, exc.message)
+        except Exception:  # the task's top
+            log.exception("a better connector to %s could not be tried", peer.address)
+        finally:
+            # Whatever happened, the next attempt comes.
+            self._settle(peer, name)
+
+    def _settle(self, peer: Peer, name: str) -> None:
+        """An attempt is over; `name`: the connector that was attached, if one was."""
         if not self._knows(peer):
             if name:
                 self._detach(peer.peer_id)
