@@ -178,3 +178,33 @@ def test_connectors_of_one_use_only_go_with_it(scene: Scene) -> None:
     scene.connect(Use.PUSH)
     scene.links.disconnect("p", Use.PULL)
     assert (scene.grpc.connected, scene.nixl.connected) == ({}, {"p": b"m"})
+
+
+@pytest.mark.parametrize("first", list(Use))
+def test_what_is_heard_late_of_a_connection_is_not_said_of_the_next(scene: Scene, first: Use) -> None:
+    """One failure made the two uses cut each other's connection in turn for as long as there was traffic: what a new connection
+    had cut reported late, the new one was taken for broken, and made anew for the other use."""
+    other = next(each for each in Use if each is not first)
+    scene.connect(Use.PULL)
+    scene.connect(Use.PUSH)
+    scene.begin()
+    failed, cut = ("t", "w") if first is Use.PULL else ("w", "t")
+    scene.nixl.end(failed, "peer_lost")
+    assert scene.ended() == {failed: "peer_lost"}
+    scene.links.disconnect("p", first)
+    # What that cuts off is heard of when it stands.
+    scene.connect(first)
+    assert scene.nixl.num_connects == 2
+    scene.links.start(PULL if first is Use.PULL else PUSH)
+    assert scene.ended() == {cut: "peer_lost"}
+    scene.links.disconnect("p", other)
+    scene.connect(other)
+    assert (scene.nixl.num_connects, scene.nixl.running) == (2, {failed})
+    # The new one breaks as well: that is heard.
+    scene.nixl.end(failed, "error:it broke")
+    assert scene.ended() == {failed: "error:it broke"}
+    scene.connect(other)
+    assert scene.nixl.num_connects == 3
+    for use in Use:
+        scene.links.disconnect("p", use)
+    assert not len(scene.links._attachments)

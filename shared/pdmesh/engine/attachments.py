@@ -4,6 +4,7 @@ Both may use one connector's connection. It ends with the last of the two, and i
 that would cut off what is under way.
 """
 
+import itertools
 import threading
 from collections import Counter
 from dataclasses import dataclass
@@ -21,14 +22,27 @@ class Released:
     """That the peer's other attachment still uses."""
 
 
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """What a transfer goes over."""
+
+    peer_id: str
+    connector: str
+    number: int
+    """Another one each time that the peer is connected anew."""
+
+
 class Attachments:
-    """The table. The loop's, but for what the thread that connects asks and says: `stands`, `connected` and `suspect`."""
+    """The table. The loop's, but for what the thread that connects asks and says: `stands`, `connected` and `broke`."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, Use], list[str]] = {}
         """Last the connector that was connected last."""
         self._orders: dict[tuple[str, str], ConnectPeer] = {}
         """(peer, connector) -> how it was connected last."""
+        self._numbers: dict[tuple[str, str], int] = {}
+        """(peer, connector) -> its connection's."""
+        self._numbered = itertools.count(1)
         self._suspects: set[tuple[str, str]] = set()
         """Connections over which something has failed since."""
         self._connecting: Counter[tuple[str, Use, str]] = Counter()
@@ -39,7 +53,8 @@ class Attachments:
         """Of the connections."""
 
     def __len__(self) -> int:
-        return len(self._names) + len(self._orders) + len(self._connecting) + len(self._unwanted) + len(self._suspects)
+        of_connections = len(self._orders) + len(self._numbers) + len(self._suspects)
+        return len(self._names) + len(self._connecting) + len(self._unwanted) + of_connections
 
     def names(self, peer_id: str, use: Use) -> list[str]:
         """Return the connectors that a peer is attached over for a use."""
@@ -63,13 +78,25 @@ class Attachments:
         key = (order.peer_id, order.connector)
         with self._lock:
             self._orders[key] = order
+            self._numbers[key] = next(self._numbered)
             self._suspects.discard(key)
 
-    def suspect(self, peer_id: str, connector: str) -> None:
-        """Something has failed over a connection."""
+    def broke(self, order: ConnectPeer) -> None:
+        """A connector could not connect a peer anew: what was, if anything was, has been cut for it."""
+        self.suspect(self.connection(order.peer_id, order.connector))
+
+    def connection(self, peer_id: str, connector: str) -> Connection:
+        """Return what a transfer goes over that is about to begin."""
         with self._lock:
-            if (peer_id, connector) in self._orders:
-                self._suspects.add((peer_id, connector))
+            return Connection(peer_id, connector, self._numbers.get((peer_id, connector), 0))
+
+    def suspect(self, connection: Connection) -> None:
+        """Something has failed over a connection. If that is not there any more, its end was heard of late, and says nothing of
+        the one that has taken its place."""
+        key = (connection.peer_id, connection.connector)
+        with self._lock:
+            if self._numbers.get(key) == connection.number:
+                self._suspects.add(key)
 
     def arrived(self, answer: PeerConnected) -> bool:
         """Take the end of an order; whether its connector is to be let go at once."""
@@ -121,6 +148,7 @@ class Attachments:
         with self._lock:
             for connector in connectors:
                 self._orders.pop((peer_id, connector), None)
+                self._numbers.pop((peer_id, connector), None)
                 self._suspects.discard((peer_id, connector))
 
     def _connectors_under_way(self, peer_id: str, use: Use) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from pdmesh.connector.active import ERROR_PREFIX, PullEnd
 from pdmesh.connector.base import Pull, PullResult
+from pdmesh.engine.attachments import Connection
 from pdmesh.engine.messages import ConnectPeer
 
 
@@ -24,6 +25,8 @@ class Journey:
     """Connectors that it went over before."""
     started_s: float = field(default_factory=time.monotonic)
     is_cancelled: bool = False
+    over: Connection | None = None
+    """What carries it now, or did last."""
     result: PullResult | None = None
     """How it ended over the connector before, while the next is being connected."""
 

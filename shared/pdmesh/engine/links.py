@@ -24,7 +24,7 @@ from pdmesh.connector.base import (
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.ways import way_of
 from pdmesh.engine.alarm import Alarm
-from pdmesh.engine.attachments import Attachments
+from pdmesh.engine.attachments import Attachments, Connection
 from pdmesh.engine.conversion import ConvertingPull
 from pdmesh.engine.detours import Detours, Journey
 from pdmesh.engine.messages import ConnectorChanged, ConnectPeer, OfferPublished, PeerConnected, Use
@@ -49,14 +49,6 @@ class EndedPull:
     connector: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """Where a write of a push goes."""
-
-    peer_id: str
-    connector: str
-
-
 class Links:
     """Connections of this core's pool to those of its peers. Owns the connectors.
 
@@ -66,7 +58,7 @@ class Links:
     def __init__(self, connectors: dict[str, WorkerConnector], pool: KVPool | None = None) -> None:
         self._connectors = connectors
         self._attachments = Attachments()
-        self._writes: dict[str, _Write] = {}
+        self._writes: dict[str, Connection] = {}
         """Writes of pushes that have not ended."""
         self._lost: set[str] = set()
         """Transfers that are stopped because their peer was let go."""
@@ -168,7 +160,7 @@ class Links:
         """Return what a connector carries out now of a peer's pulls, or of the writes to it."""
         if use is Use.PULL:
             return [key for key, each in self._pulls.items() if (each.pull.peer_id, each.connector) == (peer_id, name)]
-        return [key for key, each in self._writes.items() if each == _Write(peer_id, name)]
+        return [key for key, each in self._writes.items() if (each.peer_id, each.connector) == (peer_id, name)]
 
     def _forget_ways(self, peer_id: str) -> None:
         for journey in self._detours.forget(peer_id):
@@ -215,17 +207,20 @@ class Links:
         """Have a connector write."""
         connector = self._connectors[name]
         assert isinstance(connector, PushConnector)
+        # Before: what is cut as it begins must not pass for a write of the connection that it is cut for.
+        over = self._attachments.connection(push.peer_id, name)
         try:
             connector.push(push)
         except Exception as exc:
             log.exception("write %s could not be started over %s", push.transfer_id, name)
             self._refuse(push, name, f"error:{type(exc).__name__}: {exc}")
             return
-        self._writes[push.transfer_id] = _Write(push.peer_id, name)
+        self._writes[push.transfer_id] = over
 
     def _begin(self, journey: Journey) -> None:
         """Have a pull's connector carry it out."""
         pull, name = journey.pull, journey.connector
+        journey.over = self._attachments.connection(pull.peer_id, name)
         try:
             self._connectors[name].start(journey.next_pull())
         except Exception as exc:
@@ -298,9 +293,9 @@ class Links:
                 for told in connector.poll():
                     journey = self._pulls.pop(told.transfer_id, None)
                     write = self._writes.pop(told.transfer_id, None)
-                    if told.reason == PEER_LOST or told.reason.startswith(ERROR_PREFIX):
-                        peer_id = journey.pull.peer_id if journey else write.peer_id if write else ""
-                        self._attachments.suspect(peer_id, name)
+                    over = write if journey is None else journey.over
+                    if over is not None and (told.reason == PEER_LOST or told.reason.startswith(ERROR_PREFIX)):
+                        self._attachments.suspect(over)
                     result = self._judged(told)
                     if journey is None:
                         ended.append(EndedPull(result, name))
@@ -389,10 +384,10 @@ class Links:
         try:
             connector.connect(peer)
         except MeshError as exc:
-            self._attachments.suspect(order.peer_id, order.connector)
+            self._attachments.broke(order)
             return exc.message
         except Exception as exc:  # the thread's top: a bad peer must not end it
-            self._attachments.suspect(order.peer_id, order.connector)
+            self._attachments.broke(order)
             log.exception("connecting %s over %s failed", order.peer_id, order.connector)
             return f"{type(exc).__name__}: {exc}"
         self._attachments.connected(order)

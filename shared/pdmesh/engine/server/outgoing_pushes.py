@@ -39,11 +39,19 @@ LOST = ("peer_lost", "error:", "timeout")
 """How reasons begin after which a consumer is connected anew for the next push."""
 
 
+@dataclass(slots=True, eq=False)
+class _Attached:
+    """A consumer's pool, as it was connected."""
+
+    metadata: bytes
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Outgoing:
     transfer_id: str
     offer_id: str
     consumer_id: str
+    attached: _Attached
     reports: "asyncio.Queue[PushReport]" = field(default_factory=asyncio.Queue)
     is_told_to_stop: bool = False
 
@@ -73,8 +81,8 @@ class OutgoingPushes:
         self._num_tokens: dict[str, int] = {}
         """Of the prompts of offers that have not ended."""
         self._opened = asyncio.Event()
-        self._attached: OrderedDict[str, bytes] = OrderedDict()
-        """Consumer -> the metadata that it was connected with last; that of the latest push at the end."""
+        self._attached: OrderedDict[str, _Attached] = OrderedDict()
+        """By consumer; that of the latest push at the end."""
         self._attaching = asyncio.Lock()
         self._unsure: OrderedDict[str, None] = OrderedDict()
         """Transfers of which bytes may be on their way to the consumer although this engine writes no more."""
@@ -105,7 +113,8 @@ class OutgoingPushes:
                 self._unsure[push.transfer_id] = None
                 if len(self._unsure) > NUM_REMEMBERED:
                     self._unsure.popitem(last=False)
-            if report.reason.startswith(LOST):
+            # One that went over what was connected before says nothing of what is now.
+            if report.reason.startswith(LOST) and self._attached.get(push.consumer_id) is push.attached:
                 self._forget(push.consumer_id)
             self._offers.stopped(push.transfer_id)
             if report.reason:
@@ -151,7 +160,7 @@ class OutgoingPushes:
         begin = order.begin
         self._check(order)
         await self._wait_opened(begin.offer_id)
-        await self._attach(order)
+        attached = await self._attach(order)
         if begin.transfer_id in self._active:
             raise TransferFailed(f"{Reason.TRANSFER_ENDED}: transfer {begin.transfer_id} is written already")
         self._owner.check_room(begin.transfer_id)
@@ -166,7 +175,9 @@ class OutgoingPushes:
             )
         finally:
             self._owner.settle()
-        push = _Outgoing(transfer_id=begin.transfer_id, offer_id=begin.offer_id, consumer_id=begin.consumer_id)
+        push = _Outgoing(
+            transfer_id=begin.transfer_id, offer_id=begin.offer_id, consumer_id=begin.consumer_id, attached=attached
+        )
         self._active[begin.transfer_id] = push
         self._core.send(
             BeginPush(
@@ -201,18 +212,18 @@ class OutgoingPushes:
         except TimeoutError:
             raise TransferFailed(f"{Reason.UNKNOWN}: offer {offer_id} is not held here") from None
 
-    async def _attach(self, order: PushOrder) -> None:
+    async def _attach(self, order: PushOrder) -> _Attached:
         """Have the consumer's pool connected, as it is reached now."""
         consumer_id, targets = order.begin.consumer_id, order.targets[0]
         num_full = self._num_tokens.get(order.begin.offer_id, 0) // self._ready.block_size
         if targets.first_block + len(targets.block_ids) > num_full:
             raise TransferFailed(f"mismatch: the prompt of the offer has {num_full} full blocks")
         async with self._attaching:
-            if self._attached.get(consumer_id) == order.metadata:
+            if (known := self._attached.get(consumer_id)) is not None and known.metadata == order.metadata:
                 self._attached.move_to_end(consumer_id)
-                return
-            for known in [each for each in self._attached if engine_id_of(each) == engine_id_of(consumer_id)]:
-                self._forget(known)
+                return known
+            for other_id in [each for each in self._attached if engine_id_of(each) == engine_id_of(consumer_id)]:
+                self._forget(other_id)
             pool = PeerPool(
                 peer_id=consumer_id,
                 metadata=order.metadata,
@@ -220,8 +231,9 @@ class OutgoingPushes:
                 block_bytes=order.block_bytes,
             )
             await self._core_peers.attach(pool, order.connector, Use.PUSH)
-            self._attached[consumer_id] = order.metadata
+            attached = self._attached[consumer_id] = _Attached(order.metadata)
             self._forget_idle(consumer_id)
+            return attached
 
     def _forget_idle(self, latest_id: str) -> None:
         """Disconnect those that were pushed to longest ago, where there are too many."""
