@@ -285,6 +285,27 @@ def test_requests_that_come_together_shake_hands_once() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("reason", ["peer_lost", "error:it broke"])
+def test_what_ends_late_of_a_peer_does_not_cost_it_that_was_met_again(reason: str) -> None:
+    """Its pulls over the connection that was made since were cut off for it."""
+
+    async def scenario() -> None:
+        half = Half()
+        async with owning() as owner, directory(half) as peers:
+            before = await peers.reach(owner.address, 2.0)
+            peers.forget(before.peer_id, met=before)
+            again = await peers.reach(owner.address, 2.0)
+            assert again is not before
+            assert await peers.end(before.peer_id, "t", False, reason, met=before) is not None
+            peers.forget(before.peer_id, met=before)
+            assert (peers.knows(again), len(half.detached)) == (True, 1)
+            # What began with it since says something of it.
+            await peers.end(again.peer_id, "u", False, reason, met=again)
+            assert (peers.knows(again), len(half.detached)) == (False, 2)
+
+    asyncio.run(scenario())
+
+
 def test_a_restarted_owner_replaces_its_predecessor() -> None:
     async def scenario() -> None:
         half = Half()

@@ -19,6 +19,7 @@ from pdmesh.connector.base import PushConnector
 from pdmesh.connector.pool import PoolShape
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.engine.messages import DisconnectPeer
+from pdmesh.engine.push_messages import PushReport
 from pdmesh.engine.server import outgoing_pushes
 from pdmesh.engine.server.assembly import Engine
 from pdmesh.models.source import DEMO_MODEL
@@ -199,6 +200,18 @@ def test_an_offer_that_is_over_is_pushed_no_more(prefill: Service, consumer: Con
         time.sleep(0.1)
 
 
+def order_of(consumer_id: str, transfer_id: str = "t", metadata: bytes = b"m") -> PushOrder:
+    """An order of a consumer that is not there, to a core that is not either."""
+    return PushOrder(
+        begin=Begin(transfer_id=transfer_id, consumer_id=consumer_id, offer_id="o", digest=DIGEST, remaining_s=30.0),
+        targets=[GroupBlocks(group=0, block_ids=[1], generations=[], first_block=0)],
+        connector="shm",
+        metadata=metadata,
+        num_blocks=NUM_BLOCKS,
+        block_bytes=4096,
+    )
+
+
 def test_consumers_that_were_replaced_do_not_stay_connected_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each decode that is started anew has another id: those before it stayed attached as long as the owner lived."""
     monkeypatch.setattr(outgoing_pushes, "NUM_ATTACHED", 2)
@@ -208,19 +221,39 @@ def test_consumers_that_were_replaced_do_not_stay_connected_for_ever(monkeypatch
         pushes = engine.handoff.pushes
         pushes.opened("o", NUM_TOKENS)
         for peer_id in ("a@1", "b@1", "c@1", "a@1", "d@1", "e@1"):
-            await pushes._attach(
-                PushOrder(
-                    begin=Begin(transfer_id="t", consumer_id=peer_id, offer_id="o", digest=DIGEST, remaining_s=30.0),
-                    targets=[GroupBlocks(group=0, block_ids=[1], generations=[], first_block=0)],
-                    connector="shm",
-                    metadata=peer_id.encode(),
-                    num_blocks=NUM_BLOCKS,
-                    block_bytes=4096,
-                )
-            )
+            await pushes._attach(order_of(peer_id))
         # Two besides the one that is written to.
         assert list(pushes._attached) == ["a@1", "d@1", "e@1"]
         gone = [each.peer_id for each in core.sent if isinstance(each, DisconnectPeer)]
         assert gone == ["b@1", "c@1"]
+
+    play(scene)
+
+
+def test_a_push_that_ends_late_does_not_cost_its_consumer_the_connection_that_was_made_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stopped what was written over the new one."""
+    monkeypatch.setattr(HeldCore, "ready", msgspec.structs.replace(HeldCore.ready, block_size=BLOCK))
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        pushes = engine.handoff.pushes
+        pushes.opened("o", NUM_TOKENS)
+        before = await pushes._attach(order_of("a@1"))
+        # It is reached in another way now.
+        since = await pushes._attach(order_of("a@1", metadata=b"new"))
+        for transfer_id, attached in (("late", before), ("t", since)):
+            pushes._active[transfer_id] = outgoing_pushes._Outgoing(
+                transfer_id=transfer_id, offer_id="o", consumer_id="a@1", attached=attached
+            )
+
+        def num_gone() -> int:
+            return sum(isinstance(each, DisconnectPeer) for each in core.sent)
+
+        assert num_gone() == 1
+        pushes.report(PushReport(transfer_id="late", num_blocks=0, ended=True, reason="peer_lost"))
+        assert (num_gone(), list(pushes._attached)) == (1, ["a@1"])
+        pushes.report(PushReport(transfer_id="t", num_blocks=0, ended=True, reason="peer_lost"))
+        assert (num_gone(), list(pushes._attached)) == (2, [])
 
     play(scene)

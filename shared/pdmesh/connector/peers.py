@@ -219,11 +219,14 @@ class PeerDirectory:
         if self._renewing is None or self._renewing.done():
             self._renewing = self._in_background(self._renew(), "renew-transfers")
 
-    async def end(self, peer_id: str, transfer_id: str, committed: bool, reason: str = "") -> Ended | None:
+    async def end(
+        self, peer_id: str, transfer_id: str, committed: bool, reason: str = "", *, met: Peer | None = None
+    ) -> Ended | None:
         """Tell the owner how a transfer ended, and learn what it makes of that. None when it has not answered in time: a live one
         is told once more in the background, else its lease ends it.
 
-        A peer whose memory could not be read is dropped, so that the next `reach` shakes hands anew: see `Peer.fails`.
+        A peer whose memory could not be read is dropped, so that the next `reach` shakes hands anew: see `Peer.fails`. Not one
+        that was met again since the transfer began with `met`.
         """
         peer = self._by_id(peer_id)
         if peer is None:
@@ -241,7 +244,7 @@ class PeerDirectory:
             ended = ended_from_pb(reply)
         except MeshError as exc:
             log.debug("%s was not told of the end of %s: %s", peer_id, transfer_id, exc.message)
-        if peer.fails(committed, reason):
+        if met in (None, peer) and peer.fails(committed, reason):
             self._lose(peer)
         elif ended is None and self.knows(peer):
             self._in_background(self._end_again(peer, request), "end-again")
@@ -254,9 +257,11 @@ class PeerDirectory:
         except MeshError as exc:
             log.warning("%s was not told of the end of %s: %s", peer.peer_id, request.transfer_id, exc.message)
 
-    def forget(self, peer_id: str) -> None:
-        """Drop a peer, as after a pull that ended with `peer_lost`; the next `reach` shakes hands anew."""
-        if (peer := self._by_id(peer_id)) is not None:
+    def forget(self, peer_id: str, *, met: Peer | None = None) -> None:
+        """Drop a peer, as after a pull that ended with `peer_lost`; the next `reach` shakes hands anew. Nothing where it has done
+        so since it was `met`."""
+        peer = self._by_id(peer_id)
+        if peer is not None and met in (None, peer):
             self._lose(peer)
 
     def _forget_other_epochs(self, peer_id: str) -> None:

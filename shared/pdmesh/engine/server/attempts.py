@@ -97,7 +97,7 @@ class Attempts:
     def _new_fetch(self, target: Target, peer: Peer, connector: str, *, instead_of: str) -> Fetch:
         fetch = Fetch(
             transfer_id=f"{self._identity.engine_id}-{secrets.token_hex(8)}",
-            peer_id=peer.peer_id,
+            peer=peer,
             connector=connector,
             instead_of=instead_of,
             origin=target.origin,

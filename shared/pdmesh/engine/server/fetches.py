@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from pdmesh.connector.active import PullEnd
+from pdmesh.connector.handshake import Peer
 from pdmesh.connector.peers import PeerDirectory
 from pdmesh.connector.ways import parts_of, way_of
 from pdmesh.engine.messages import TransferEnded
@@ -76,7 +77,8 @@ class Fetch:
     """One attempt of one request."""
 
     transfer_id: str
-    peer_id: str
+    peer: Peer
+    """The owner as it was met when this began."""
     connector: str
     origin: Origin
     running: RunningRequest
@@ -94,6 +96,10 @@ class Fetch:
     state: TransferState = TransferState.OPEN
     begun_s: float = 0.0
     """When the owner had agreed."""
+
+    @property
+    def peer_id(self) -> str:
+        return self.peer.peer_id
 
     @property
     def source(self) -> str:
@@ -248,7 +254,7 @@ class Fetches:
     async def _tell_owner(self, fetch: Fetch, reason: str) -> None:
         try:
             committed = fetch.state is TransferState.COMMITTED
-            ended = await self._peers.end(fetch.peer_id, fetch.transfer_id, committed, reason)
+            ended = await self._peers.end(fetch.peer_id, fetch.transfer_id, committed, reason, met=fetch.peer)
             if committed and ended is not None and ended.outcome not in (None, TransferState.COMMITTED):
                 # The generation words say that what was read is right; that it took longer than the lease is worth knowing.
                 log.info("%s counts transfer %s as %s", fetch.peer_id, fetch.transfer_id, ended.outcome.value)
@@ -258,7 +264,7 @@ class Fetches:
             if reason == PullEnd.PEER_LOST or has_failed:
                 self._failing.discard(fetch.peer_id)
                 # Shake hands anew before the next pull: the peer's memory is gone, or the core let go of it.
-                self._peers.forget(fetch.peer_id)
+                self._peers.forget(fetch.peer_id, met=fetch.peer)
         except Exception:
             # The owner's lease ends the transfer.
             log.warning("%s was not told that transfer %s ended", fetch.peer_id, fetch.transfer_id, exc_info=True)
