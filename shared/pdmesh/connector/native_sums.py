@@ -37,7 +37,9 @@ class SumsThread:
 
     @property
     def turn_s(self) -> float:
-        """How long to stay with a pull before it is asked whether others wait."""
+        """How long to stay with a pull of which nothing comes before it is asked whether others wait."""
+        if self.has_waiting:
+            return 0.0
         return PATIENCE_S if len(self._live) <= 1 else min(TURN_S, PATIENCE_S)
 
     @property
