@@ -286,15 +286,19 @@ def test_nixl_writes_nothing_once_a_pull_is_said_to_have_ended(how: str) -> None
     had been said to have ended, and its blocks were another request's."""
     support = Path(__file__).parents[1] / "support"
     environment = os.environ | {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "ERROR"}
-    done = subprocess.run(
-        [sys.executable, str(support / "late_read.py"), how],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    num_running, num_late = map(int, done.stdout.split())
+    # Where the kernel lets the one end run on, NIXL now and then has all bytes across before it says that it has begun.
+    for _ in range(5):
+        done = subprocess.run(
+            [sys.executable, str(support / "late_read.py"), how],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        num_running, num_late = map(int, done.stdout.split())
+        if num_running:
+            break
     assert num_running > 0, "the read was too fast for this test"
     assert num_late == 0
 
