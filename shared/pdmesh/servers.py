@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -29,8 +30,8 @@ CALLS_END_S = 2.0
 CALL_COROUTINES = ("_schedule_rpc_coro", "_handle_exceptions")
 """In which gRPC runs each call to a server."""
 
-_servers: set[grpc.aio.Server] = set()
-"""Those that run in this process; in tests they may be several."""
+_running: Counter[asyncio.AbstractEventLoop] = Counter()
+"""How many servers run on each event loop; in tests they may be several."""
 
 
 @asynccontextmanager
@@ -82,7 +83,7 @@ async def grpc_server(
     except RuntimeError as exc:
         raise port_in_use(host, port, "grpc_port") from exc
     await server.start()
-    _servers.add(server)
+    _running[asyncio.get_running_loop()] += 1
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     try:
@@ -90,8 +91,10 @@ async def grpc_server(
     finally:
         await health_servicer.enter_graceful_shutdown()
         await server.stop(STOP_GRACE_S)
-        _servers.discard(server)
-        if not _servers:
+        loop = asyncio.get_running_loop()
+        _running[loop] -= 1
+        if not _running[loop]:
+            del _running[loop]
             await _calls_ended()
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +36,9 @@ LEASE_MARGIN_S = 4.0
 MENDED_WITHIN_S = 60.0
 # Below what the kernel gives to connections, so that a service finds its port free when it comes back.
 FIRST_PORT, LAST_PORT = 20000, 32000
+NUM_RANGES = 8
+"""Of test processes beside each other."""
+_given: deque[int] = deque(maxlen=200)
 HELD = (
     "pdmesh_kv_blocks_used",
     "pdmesh_offers_open",
@@ -262,15 +267,21 @@ def standing(settings: StageSettings) -> Iterator[Stage]:
 
 
 def free_port() -> int:
-    """A port nobody listens on now, outside of what the kernel hands out."""
+    """A port nobody listens on now or was given here, outside of what the kernel and other test processes hand out."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = FIRST_PORT + worker % NUM_RANGES * (LAST_PORT - FIRST_PORT) // NUM_RANGES
     while True:
-        port = random.randrange(FIRST_PORT, LAST_PORT)
+        # Not the module's own generator, which hypothesis sets back.
+        port = first + random.SystemRandom().randrange((LAST_PORT - FIRST_PORT) // NUM_RANGES)
+        if port in _given:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-            return port
+        _given.append(port)
+        return port
 
 
 def _listens(address: tuple[str, int]) -> bool:

@@ -25,6 +25,7 @@ from pdmesh.channels import disconnected
 from pdmesh.connector.handshake import Attach, Greeter, Peer, cut_off_as_lost, is_gone, make_peer, open_stub, translated
 from pdmesh.connector.publications import PUBLISH_TIMEOUT_S, PUBLISHING
 from pdmesh.connector.regaining import Regaining
+from pdmesh.connector.renewals import renew
 from pdmesh.connector.silences import Silences
 from pdmesh.errors import MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2 as pb
@@ -382,20 +383,7 @@ class PeerDirectory:
             busy = [peer for peer in self._peers() if peer.transfers]
             if not busy:
                 return
-            await asyncio.gather(*(self._renew_at(peer) for peer in busy))
-
-    async def _renew_at(self, peer: Peer) -> None:
-        request = pb.RenewTransfersRequest(transfer_ids=sorted(peer.transfers))
-        try:
-            async with self._calling(peer):
-                reply: pb.RenewTransfersReply = await peer.stub.RenewTransfers(
-                    request, timeout=RENEW_INTERVAL_S, metadata=self._secret.call_metadata()
-                )
-        except MeshError as exc:
-            log.warning("transfers from %s cannot be renewed: %s", peer.peer_id, exc.message)
-            return
-        # The pull itself goes on: its generation check decides, and it ends in `end`.
-        peer.renewed(reply.ended)
+            await asyncio.gather(*(renew(peer, self._secret, self._calling) for peer in busy))
 
     def _in_background(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
