@@ -19,9 +19,11 @@ from pdmesh.engine.server import sessions as sessions_module
 from pdmesh.engine.server.assembly import Engine
 from pdmesh.engine.server.expectations import Expected
 from pdmesh.engine.server.front import _guard
+from pdmesh.engine.server.servicer import SESSION_METADATA_KEY
 from pdmesh.engine.server.sessions import Broken
 from pdmesh.errors import Draining, InvalidRequest, Overloaded, PeerUnavailable, TransferFailed
 from pdmesh.lifecycle import Life
+from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.mesh_pb2_grpc import KVPeerStub
 from pdmesh.protocol.messages import ChoiceDelta, TokenLogprobs
 from pdmesh.protocol.offers import OFFER_LEASE_S
@@ -212,6 +214,41 @@ def test_what_a_stalled_proxy_is_owed_comes_in_frames_that_a_message_can_carry(m
         assert max(map(len, frames)) == 2
         assert session._unsent_bytes == 0
         assert not session.broken.done()
+
+    play(scene)
+
+
+def test_a_control_stream_ends_after_what_is_owed_on_the_data_stream_is_sent() -> None:
+    """It ended at once, which the proxy took for the loss of the engine: the last tokens of a request that an engine had still
+    served while it shut down were an error to its client."""
+
+    class Context:
+        def __init__(self) -> None:
+            self.written: list[pb.ControlDown] = []
+
+        def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+            return ((SESSION_METADATA_KEY, "leaving"),)
+
+        async def read(self) -> None:
+            await asyncio.Event().wait()
+
+        async def write(self, message: pb.ControlDown) -> None:
+            self.written.append(message)
+
+        def done(self) -> bool:
+            return False
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        sessions, context = engine.servicer._sessions, Context()
+        session = sessions.open("leaving")
+        control = asyncio.create_task(engine.servicer.Control(None, context))  # type: ignore[arg-type]
+        while not context.written:
+            await asyncio.sleep(0)
+        engine.servicer.close()
+        await asyncio.sleep(0.05)
+        assert not control.done()
+        sessions.close("leaving", session)
+        await asyncio.wait_for(control, 5)
 
     play(scene)
 

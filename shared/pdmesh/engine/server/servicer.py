@@ -94,13 +94,18 @@ class EngineServicer(mesh_pb2_grpc.EngineServicer):
         writes = OrderlyWrites(context)
         reader = asyncio.create_task(self._read_control(session_id, context, writes))
         reporter = asyncio.create_task(self._report_load(writes))
-        closing = asyncio.create_task(self._closing.wait())
+        closing = asyncio.create_task(self._closed(session_id))
         try:
             await asyncio.wait({reader, reporter, closing}, return_when=asyncio.FIRST_COMPLETED)
             _raise_undecodable(reader)
         finally:
             await self._end(context, reader, reporter, closing)
             await writes.settle()
+
+    async def _closed(self, session_id: str) -> None:
+        """Return when the engine closes and owes the session nothing: a proxy takes the end of either stream for that of both."""
+        await self._closing.wait()
+        await self._sessions.ended(session_id)
 
     def close(self) -> None:
         """Have all streams end once what is owed on them is sent."""

@@ -36,6 +36,8 @@ class Session(Sink):
     def __init__(self, table: RequestTable) -> None:
         self.broken: asyncio.Future[Broken] = asyncio.get_running_loop().create_future()
         """Done when the engine must end the session."""
+        self.closed = asyncio.Event()
+        """Set when its data stream is over."""
         self._table = table
         self._unsent: list[ChoiceDelta] = []
         self._unsent_bytes = 0
@@ -128,8 +130,14 @@ class Sessions:
         session = self._open[session_id] = Session(self._table)
         return session
 
+    async def ended(self, session_id: str) -> None:
+        """Wait until a session's data stream is over; there may be none."""
+        if (session := self._open.get(session_id)) is not None:
+            await session.closed.wait()
+
     def close(self, session_id: str, session: Session) -> None:
         """End a session whose data stream is over: abort what runs, release what was never handed over."""
+        session.closed.set()
         if self._open.get(session_id) is session:
             del self._open[session_id]
         if requests := self._table.of(session):
