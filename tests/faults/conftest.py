@@ -23,7 +23,8 @@ from support.tiny_models import make_tiny
 
 # Two of each engine, one with the wrong model, and the rest of the mesh.
 NUM_STATIONS = 6
-SMALL_DISK_BYTES = 16 << 20
+# What a whole matrix writes to one of them, several times over; kept in memory.
+SMALL_DISK_BYTES = 128 << 20
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import time
@@ -234,9 +235,10 @@ class Stage:
 
     def _valkey(self) -> tuple[Node, str]:
         port = free_port()
-        command = embedded_valkey.prepare(
-            self.settings.valkey_folder / "valkey", maxmemory_bytes=VALKEY_BYTES, port=port, persist=True
-        )
+        folder = self.settings.valkey_folder / "valkey"
+        # What the meshes before it had written would fill a small disk.
+        shutil.rmtree(folder, ignore_errors=True)
+        command = embedded_valkey.prepare(folder, maxmemory_bytes=VALKEY_BYTES, port=port, persist=True)
         self._valkey_address = ("127.0.0.1", port)
 
         def spawn(prefix: tuple[str, ...]) -> subprocess.Popen[bytes]:
