@@ -7,6 +7,7 @@ absent) waits. All else in the same step waits along.
 
 from __future__ import annotations
 
+import select
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +33,13 @@ class Pacer(LogitsProcessor):
         args = row.extra_args
         pace_while = args.get("pace_while")
         if (pace_s := args.get("pace_s")) and (not pace_while or Path(str(pace_while)).exists()):
-            time.sleep(float(str(pace_s)))
+            _sleep(float(str(pace_s)))
         if (hold := args.get("hold")) and args.get("hold_at", len(row.output)) == len(row.output):
             until = time.monotonic() + MAX_HOLD_S
             while Path(str(hold)).exists() and time.monotonic() < until:
-                time.sleep(LOOK_EVERY_S)
+                _sleep(LOOK_EVERY_S)
+
+
+def _sleep(seconds: float) -> None:
+    # Not time.sleep, which libfaketime lets fail now and then (EINVAL) in a process whose wall clock it skews.
+    select.select([], [], [], seconds)
