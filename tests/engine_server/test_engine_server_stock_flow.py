@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
-from support.engines import LoopThread, RunningEngine, loop_thread, start_engines
+from support.engines import Pair, running_pair
 
 PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -25,30 +24,17 @@ def _prompt(number: int, num_tokens: int = 50) -> list[int]:
     return [4 + (11 * index + number) % 300 for index in range(num_tokens)]
 
 
-@dataclass
-class Pair:
-    """Two engines that only this file's tests use."""
-
-    loop: LoopThread
-    prefill: RunningEngine
-    decode: RunningEngine
-    model: str
-
-
 @pytest.fixture(scope="module")
 def fresh_pair(tiny_model: str) -> Iterator[Pair]:
     """A pair that holds no offers of other tests, and knows each other."""
-    with loop_thread() as loop:
-        prefill, decode = loop.run(start_engines(tiny_model, "prefill", "decode"))
+    with running_pair(tiny_model) as pair:
 
         async def meet() -> None:
-            leg = await _complete(prefill.http, _prompt(9), PREFILL_LEG, max_tokens=1)
-            await _complete(decode.http, _prompt(9), leg.json()["kv_transfer_params"])
+            leg = await _complete(pair.prefill.http, _prompt(9), PREFILL_LEG, max_tokens=1)
+            await _complete(pair.decode.http, _prompt(9), leg.json()["kv_transfer_params"])
 
-        loop.run(meet())
-        yield Pair(loop, prefill, decode, tiny_model)
-        loop.run(prefill.stop())
-        loop.run(decode.stop())
+        pair.loop.run(meet())
+        yield pair
 
 
 def _text(answer: httpx.Response) -> str:

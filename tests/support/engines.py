@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -100,6 +101,26 @@ class RunningEngine:
     async def stop(self) -> None:
         self.life.stop()
         await self.task
+
+
+@dataclass
+class Pair:
+    """Two engines with one model, and the loop they live on."""
+
+    loop: LoopThread
+    prefill: RunningEngine
+    decode: RunningEngine
+    model: str
+
+
+@contextmanager
+def running_pair(model: str) -> Iterator[Pair]:
+    """A prefill and a decode engine that serve, until the context is left."""
+    with loop_thread() as loop:
+        prefill, decode = loop.run(start_engines(model, "prefill", "decode"))
+        yield Pair(loop, prefill, decode, model)
+        loop.run(prefill.stop())
+        loop.run(decode.stop())
 
 
 async def start_engines(model: str, *roles: Role, **settings: Any) -> list[RunningEngine]:

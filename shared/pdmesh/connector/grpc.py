@@ -94,8 +94,6 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
         with self._lock:
             may_wait = peer.num_pulls >= self._options.num_threads
             peer.num_pulls += 1
-        timer = threading.Timer(active.pull.deadline_s, self._end_waiting, [transfer_id, PullEnd.TIMEOUT])
-        timer.name, timer.daemon = "grpc-deadline", True
         try:
             turn = peer.threads.submit(self._pull, active, peer, target)
         except RuntimeError:
@@ -106,14 +104,16 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
             self._turns[transfer_id] = turn
 
         def on_ended(_: Future[None]) -> None:
-            timer.cancel()
             with self._lock:
                 peer.num_pulls -= 1
                 if self._turns.get(transfer_id) is turn:
                     del self._turns[transfer_id]
 
         if may_wait:
+            timer = threading.Timer(active.pull.deadline_s, self._end_waiting, [transfer_id, PullEnd.TIMEOUT])
+            timer.name, timer.daemon = "grpc-deadline", True
             timer.start()
+            turn.add_done_callback(lambda _: timer.cancel())
         turn.add_done_callback(on_ended)
 
     def _end_waiting(self, transfer_id: str, reason: str) -> None:

@@ -117,7 +117,7 @@ class AgentSettings:
     """Address under which other agents reach it; empty: it finds out, or does not need one."""
 
 
-_AGENTS = {
+AGENTS = {
     "nixl": "pdmesh.connector.nixl_agent:NixlAgent",
     "mooncake": "pdmesh.connector.mooncake_agent:MooncakeAgent",
     "ucxx": "pdmesh.connector.ucxx_agent:UcxxAgent",
@@ -127,7 +127,7 @@ _AGENTS = {
 
 def make_agent(transport: str, settings: AgentSettings) -> NativeAgent:
     """Make the agent of a transport; imports its library."""
-    module, _, name = _AGENTS[transport].partition(":")
+    module, _, name = AGENTS[transport].partition(":")
     maker: Callable[[AgentSettings], NativeAgent] = getattr(importlib.import_module(module), name)
     return maker(settings)
 

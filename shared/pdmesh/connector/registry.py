@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from pdmesh.connector.base import WorkerConnector
+from pdmesh.connector.native_agent import AGENTS
 from pdmesh.connector.options import (
     OPTIONS,
     ConnectorOptions,
@@ -16,9 +17,6 @@ from pdmesh.connector.options import (
 from pdmesh.connector.shm import ShmConnector
 from pdmesh.errors import ConfigError
 from pdmesh.security import MeshSecret
-
-NATIVE = ("nixl", "mooncake", "ucxx")
-"""Those with a library of their own."""
 
 
 def make_worker_connectors(
@@ -51,7 +49,7 @@ def make_worker_connectors(
 
 def check_installed(names: Sequence[str]) -> None:
     """Raise ConfigError for a connector whose package is not installed. Starts nothing."""
-    natives = [name for name in names if name in NATIVE]
+    natives = [name for name in names if name in AGENTS]
     for connector in make_worker_connectors(
         natives, peer_id="check@0", secret=MeshSecret(""), on_loopback=True
     ).values():

@@ -15,7 +15,7 @@ from pdmesh.engine.server.fetches import ABORTED, Tasks
 from pdmesh.engine.server.identity import Identity, engine_id_of
 from pdmesh.engine.server.kv_peers import KVPeers
 from pdmesh.engine.server.transfer_params import RemoteKV
-from pdmesh.errors import Forbidden, MeshError, PeerError
+from pdmesh.errors import Forbidden, MeshError
 from pdmesh.protocol.pushes import is_offer_id
 from pdmesh.protocol.states import Reason
 from pdmesh.protocol.transfers import End, end_to_pb
@@ -79,4 +79,4 @@ class UnreadOffers:
 
 
 def _may_be_tried_elsewhere(error: BaseException) -> bool:
-    return isinstance(error, PeerError) or (isinstance(error, MeshError) and error.retryable)
+    return isinstance(error, MeshError) and error.retryable
