@@ -131,8 +131,9 @@ class Promotion:
             if copying.exception() is None:
                 rejected = copying.result()
                 good = [each for each in reserved if each.key not in rejected]
+            kept = {each.key for each in good}
+            host.index.abort([each for each in reserved if each.key not in kept])
             host.index.commit(good)
-            host.index.abort([each for each in reserved if each not in good])
         if len(reserved) < num_new:
             self._cut(Cut.FULL)
         for key, error in rejected.items():
