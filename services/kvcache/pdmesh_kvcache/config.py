@@ -4,6 +4,7 @@ from pydantic import Field
 
 from pdmesh.config import ServiceConfig
 from pdmesh.config.settings import PoolConnectors
+from pdmesh.protocol.peer_bounds import MAX_TIER_KEYS
 
 
 class KVCacheConfig(ServiceConfig):
@@ -27,8 +28,8 @@ class KVCacheConfig(ServiceConfig):
     """Check a sum of each block's bytes when it arrives, keep it, and tell it to whoever fetches the block."""
     connector_options: str = ""
     """JSON with an object of options per connector, such as {"nixl": {"num_threads": 4}, "shm": {"throttle_bytes_s": "1G"}}."""
-    max_keys: int = Field(default=65536, ge=1, le=1 << 20)
-    """Most block keys in one call."""
+    max_keys: int = Field(default=MAX_TIER_KEYS, ge=1, le=1 << 20)
+    """Most block keys in one call; engines look for that many of a prompt's first blocks, and store the rest in further calls."""
     max_open_lookups: int = Field(default=4096, ge=1, le=1 << 20)
     """Most lookups whose hits are pinned at once; one more gets no hits."""
     max_queued_stores: int = Field(default=256, ge=1, le=1 << 20)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -14,7 +14,7 @@ from pdmesh.connector.owner import refuse_push
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
-from pdmesh.protocol.peer_bounds import check_end, check_handshake, check_read, check_renew
+from pdmesh.protocol.peer_bounds import MAX_KEYS_METADATA_KEY, check_end, check_handshake, check_read, check_renew
 from pdmesh.protocol.wire import blocks_to_pb, error_to_pb
 from pdmesh_kvcache.arena import BlockKind
 from pdmesh_kvcache.arenas import ArenaSet
@@ -69,7 +69,7 @@ class TierServicer(mesh_pb2_grpc.KVCacheServicer):
                 )
             )
         except InvalidRequest as exc:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, exc.message)
+            await self._refuse(exc, len(request.keys), context)
         return pb.LookupReply(
             num_hits=len(found.blocks.block_ids),
             blocks=blocks_to_pb(found.blocks),
@@ -83,7 +83,7 @@ class TierServicer(mesh_pb2_grpc.KVCacheServicer):
         try:
             accepted = await self._stores.submit(self._offering_of(request))
         except InvalidRequest as exc:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, exc.message)
+            await self._refuse(exc, len(request.keys), context)
         return pb.StoreReply(num_accepted=accepted)
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsReply:
@@ -123,6 +123,13 @@ class TierServicer(mesh_pb2_grpc.KVCacheServicer):
             raise InvalidRequest(f"keys: {len(keys)} given, at most {self._config.max_keys} are taken", param="keys")
         if any(len(key) != KEY_BYTES for key in keys):
             raise InvalidRequest(f"keys: each must have {KEY_BYTES} bytes", param="keys")
+
+    async def _refuse(self, error: InvalidRequest, num_keys: int, context: Context) -> NoReturn:
+        # An engine can ask again with fewer.
+        most = self._config.max_keys
+        told = ((MAX_KEYS_METADATA_KEY, str(most)),) if num_keys > most else ()
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message, trailing_metadata=told)
+        raise AssertionError("abort raises")
 
 
 class TierPeer(mesh_pb2_grpc.KVPeerServicer):

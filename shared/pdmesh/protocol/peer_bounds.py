@@ -20,6 +20,10 @@ MAX_METADATA_BYTES = 1 << 20
 """That a connector's worker half says of a pool; NIXL's has some hundred bytes for each network device."""
 MAX_TRANSFERS = 1 << 16
 """That run at one owner, and that one call may renew."""
+MAX_TIER_KEYS = 1 << 16
+"""Block keys that the tier takes in one call, unless its configuration says otherwise."""
+MAX_KEYS_METADATA_KEY = "pdmesh-max-keys"
+"""Trailing metadata of a call that the tier refused for its number of keys: how many it takes."""
 
 
 def check_handshake(request: pb.HandshakeRequest) -> None:

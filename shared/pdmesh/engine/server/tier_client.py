@@ -1,7 +1,8 @@
 """The engine's client of the kvcache service: what of a prompt it holds, and what it should come and take.
 
 The tier helps or is left alone: a lookup waits no longer than its deadline, and after a fault none is made until a
-connection in the background has succeeded again. Every miss that a fault caused is counted.
+connection in the background has succeeded again. Every miss that a fault caused is counted. A call that the tier refuses is no
+such fault: the next one is made as if nothing had been.
 """
 
 import asyncio
@@ -23,9 +24,11 @@ from pdmesh.connector.peers import Ask, Peer, PeerDirectory
 from pdmesh.engine.messages import BlocksComputed, CoreReady
 from pdmesh.engine.server.identity import Identity
 from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.tier_bound import TierBound
 from pdmesh.errors import MeshError, PeerUnavailable
 from pdmesh.protocol import mesh_pb2
 from pdmesh.protocol.mesh_pb2_grpc import KVCacheStub
+from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.transfers import Begun, OfferView
 from pdmesh.protocol.wire import blocks_from_pb, to_ms
 from pdmesh.security import MeshSecret
@@ -53,6 +56,8 @@ class Lookup(StrEnum):
     """A call took too long just now."""
     TIMEOUT = "timeout"
     FAILED = "failed"
+    REFUSED = "refused"
+    """The tier would not have this one."""
     RESTARTED = "restarted"
 
 
@@ -63,6 +68,7 @@ class Store(StrEnum):
     KNOWN = "known"
     DROPPED = "dropped"
     FAILED = "failed"
+    REFUSED = "refused"
 
 
 class TierClient:
@@ -94,6 +100,7 @@ class TierClient:
         self._attempted = asyncio.Event()
         self._stores: deque[BlocksComputed] = deque()
         self._wake = asyncio.Event()
+        self._bound = TierBound(address)
         self._backoff_s = BACKOFF_MIN_S
         self._paused_until_s = 0.0
         self._is_reported = False
@@ -128,12 +135,12 @@ class TierClient:
         return None
 
     async def _lookup(self, peer: Peer, transfer_id: str, keys: list[bytes], timeout_s: float) -> Begun:
-        """Ask once. Raises TimeoutError or PeerUnavailable."""
+        """Ask for as many leading blocks as the tier takes keys in one call. Raises TimeoutError or PeerUnavailable."""
         request = mesh_pb2.LookupRequest(
             transfer_id=transfer_id,
             consumer_id=self._identity.peer_id,
             group=0,
-            keys=keys,
+            keys=keys[: self._bound.num_keys],
             remaining_ms=to_ms(timeout_s),
             layout_fingerprint=self._ready.layout_fingerprints[0],
             model_fingerprint=self._ready.model_fingerprint,
@@ -145,6 +152,11 @@ class TierClient:
         except grpc.aio.AioRpcError as exc:
             if _timed_out(exc):
                 raise TimeoutError from exc
+            if self._bound.learn(exc):
+                return await self._lookup(peer, transfer_id, keys, timeout_s)
+            if self._bound.refused("lookup", exc):
+                self._count(Lookup.REFUSED)
+                return Begun(peer_id="")
             raise translated(exc, self.address) from exc
         self._backoff_s = BACKOFF_MIN_S
         if not reply.num_hits:
@@ -152,6 +164,7 @@ class TierClient:
             return Begun(peer_id="")
         if reply.peer_id != peer.peer_id:
             # Whoever made the attempt shakes hands with the new one and asks again.
+            self._bound.forget()
             self._count(Lookup.RESTARTED)
             return Begun(peer_id=reply.peer_id)
         self._count(Lookup.HIT)
@@ -205,6 +218,7 @@ class TierClient:
         former, self._channel = self._channel, open_channel(self.address, self._secret)
         self._stub = KVCacheStub(self._channel)
         await former.close(STORE_TIMEOUT_S)
+        self._bound.forget()
         log.info("kvcache %s connected over %s", self.address, peer.connector)
         self._is_connected = True
         self._is_reported = False
@@ -215,29 +229,40 @@ class TierClient:
         if self._sums is not None:
             num_tokens = (blocks.first_block + len(blocks.block_ids)) * self._ready.block_size
             [blocks] = await self._sums.of([blocks], num_tokens)
-        request = mesh_pb2.StoreRequest(
+        first, num_keys = 0, len(computed.keys)
+        while first < num_keys:
+            part = self._store_request(computed.keys, blocks, slice(first, first + self._bound.num_keys))
+            try:
+                reply = await self._stub.Store(part, timeout=STORE_TIMEOUT_S, metadata=self._secret.call_metadata())
+            except grpc.aio.AioRpcError as exc:
+                if self._bound.learn(exc):
+                    continue
+                if not self._bound.refused("store", exc):
+                    self._metrics.tier_stores.inc(Store.FAILED, amount=num_keys - first)
+                    if _timed_out(exc):
+                        self._pause()
+                    else:
+                        self._lost(f"store: {exc.code().name} {exc.details()}")
+                    return
+                self._metrics.tier_stores.inc(Store.REFUSED, amount=len(part.keys))
+            else:
+                self._metrics.tier_stores.inc(Store.ACCEPTED, amount=reply.num_accepted)
+                self._metrics.tier_stores.inc(Store.KNOWN, amount=len(part.keys) - reply.num_accepted)
+            first += len(part.keys)
+
+    def _store_request(self, keys: list[bytes], blocks: GroupBlocks, places: slice) -> mesh_pb2.StoreRequest:
+        return mesh_pb2.StoreRequest(
             owner_id=self._identity.peer_id,
             owner_address=self._identity.address,
             group=blocks.group,
-            keys=computed.keys,
-            block_ids=blocks.block_ids,
-            generations=blocks.generations,
+            keys=keys[places],
+            block_ids=blocks.block_ids[places],
+            generations=blocks.generations[places],
             layout_fingerprint=self._ready.layout_fingerprints[blocks.group],
             model_fingerprint=self._ready.model_fingerprint,
             block_bytes=self._ready.block_bytes,
-            checksums=blocks.checksums,
+            checksums=blocks.checksums[places],
         )
-        try:
-            reply = await self._stub.Store(request, timeout=STORE_TIMEOUT_S, metadata=self._secret.call_metadata())
-        except grpc.aio.AioRpcError as exc:
-            self._metrics.tier_stores.inc(Store.FAILED, amount=len(computed.keys))
-            if _timed_out(exc):
-                self._pause()
-            else:
-                self._lost(f"store: {exc.code().name} {exc.details()}")
-            return
-        self._metrics.tier_stores.inc(Store.ACCEPTED, amount=reply.num_accepted)
-        self._metrics.tier_stores.inc(Store.KNOWN, amount=len(computed.keys) - reply.num_accepted)
 
     def _count(self, outcome: Lookup) -> None:
         self._metrics.tier_lookups.inc(outcome)
