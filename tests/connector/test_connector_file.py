@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,6 +169,41 @@ def test_another_directory_than_the_owners_is_refused(owner: End, consumer: End,
     (owner.directory / OWNER_FILE).unlink()
     with pytest.raises(HandshakeRefused, match="cannot be read"):
         consumer.connector.connect(peer_pool(owner))
+
+
+def test_a_directory_that_is_removed_under_its_owner_is_made_anew(
+    owner: End, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It never was: no offer was published any more."""
+    for offer_id in ("before", "between", "after"):
+        assert owner.publish(offer_id) == ""
+        if offer_id != "after":
+            shutil.rmtree(owner.directory)
+    # In order: by the next one's turn, what the owner still holds is there again.
+    assert owner.publish("last") == ""
+    names = {OWNER_FILE, *(file_name(name) for name in ("before", "between", "after", "last"))}
+    assert set(os.listdir(owner.directory)) == names
+    assert [published.num_remade for published in owner.published] == [0, 1, 1, 0]
+    assert [record.message for record in caplog.records if "made anew" in record.message] == [
+        f"{owner.directory} had been removed and is made anew: nothing but this engine may remove it"
+    ]
+    with end(tmp_path, "consumer@1", filled=False) as consumer:
+        consumer.connector.connect(peer_pool(owner))
+        assert consumer.pull(owner, "before") == ""
+    with end(tmp_path, "owner@2") as later:
+        # The lock still says that the first one lives.
+        assert later.publish("o") == ""
+        assert owner.directory.exists()
+
+
+def test_the_end_of_an_offer_finds_out_that_the_directory_is_gone(owner: End, consumer: End) -> None:
+    assert owner.publish("ending") == ""
+    assert owner.publish("staying") == ""
+    shutil.rmtree(owner.directory)
+    owner.connector.retract("ending")
+    # In order: by the next one's turn, what the owner still holds is there again.
+    assert owner.publish("next") == ""
+    assert consumer.pull(owner, "staying") == ""
 
 
 def test_a_start_removes_what_earlier_starts_of_the_same_engine_left(tmp_path: Path) -> None:

@@ -49,13 +49,16 @@ def test_offers_travel_as_files_and_otherwise_when_they_cannot_be_written(tmp_pa
         (directory,) = [entry for entry in tmp_path.iterdir() if entry.name.startswith("p@")]
         running.wait_nothing_held()
         assert os.listdir(directory) == [OWNER_FILE]
-        # The owner's next file finds no directory: it tells the consumer, which asks for another way.
+        # The owner's next file cannot have its directory: it tells the consumer, which asks for another way.
         shutil.rmtree(directory)
+        directory.write_text("in the way")
         assert route_of(running, 2)["kv"] == "grpc:after:file"
         assert prefill.metric("pdmesh_offers_unpublished_total") == 1
         assert decode.metric("pdmesh_connector_fallbacks_total") == 1
-        directory.mkdir()
+        # One that was only removed is made anew, by the owner itself.
+        directory.unlink()
         assert route_of(running, 3)["kv"] == "file"
+        assert prefill.metric("pdmesh_offer_directories_remade_total") == 1
         running.wait_nothing_held()
     assert not [entry for entry in tmp_path.iterdir() if entry != directory]
 

@@ -87,6 +87,8 @@ class Published:
     offer_id: str
     error: str
     """Empty: consumers can pull it."""
+    num_remade: int = 0
+    """Times since the last one that what copies are kept in was gone, and was made anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from pdmesh.connector.active import ActivePulls, PullEnd, error_reason, fault_of
 from pdmesh.connector.base import FixedMetadata, PeerPool, Publication, Published, Pull, PullResult
+from pdmesh.connector.file_directory import PROOF_BYTES
 from pdmesh.connector.file_format import OWNER_FILE, Seals, is_directory_name
 from pdmesh.connector.file_reader import FilePull, FileReader
-from pdmesh.connector.file_writer import PROOF_BYTES, FileWriter
+from pdmesh.connector.file_writer import FileWriter
 from pdmesh.connector.options import FileOptions
 from pdmesh.connector.pool import KVPool, PoolShape, PullTarget
 from pdmesh.connector.shm import check_block_bytes

@@ -2,16 +2,13 @@
 
 One thread does all of it, so that no call of the engine's loop waits for a file system; what cannot be written is told, not
 raised. A file appears under its name when it is complete. All of an owner's files are in a directory of its own, which goes
-with it; what one that was killed left goes when the same engine starts again.
+with it; should somebody remove it before, it is made anew, and the offers that are still wanted are written again.
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import queue
-import secrets
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,15 +16,16 @@ from pathlib import Path
 import msgspec
 
 from pdmesh.connector.base import Publication, Published
-from pdmesh.connector.file_format import DRAFT_SUFFIX, OWNER_FILE, Contents, Seals, file_name
+from pdmesh.connector.file_directory import OwnerDirectory, sweep
+from pdmesh.connector.file_format import DRAFT_SUFFIX, Contents, Seals, file_name
 from pdmesh.connector.pool import KVPool
 from pdmesh.security import MeshSecret
 
 log = logging.getLogger(__name__)
 
-PROOF_BYTES = 32
 # A file system that hangs must not keep the engine from ending.
 CLOSE_TIMEOUT_S = 5.0
+REMADE = "remade"
 
 
 class FileWriter:
@@ -35,8 +33,9 @@ class FileWriter:
 
     def __init__(self, path: Path, pool: KVPool, peer_id: str, secret: MeshSecret) -> None:
         """Make the owner's directory. Raises OSError when that cannot be."""
-        self.proof = secrets.token_bytes(PROOF_BYTES)
-        self.directory = path / peer_id
+        self._own = OwnerDirectory(path / peer_id)
+        self.proof = self._own.proof
+        self.directory = self._own.path
         self._pool = pool
         self._peer_id = peer_id
         self._seals = Seals(secret, peer_id)
@@ -50,15 +49,10 @@ class FileWriter:
         """Of the thread alone: offers that have a file."""
         self._orders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         """Ids of offers to look at."""
-        self.directory.mkdir(mode=0o700)
-        self._lock_fd = os.open(self.directory / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            _lock(self._lock_fd)
-            os.pwrite(self._lock_fd, self.proof, 0)
-        except BaseException:
-            os.close(self._lock_fd)
-            shutil.rmtree(self.directory, ignore_errors=True)
-            raise
+        self._again: set[str] = set()
+        """Of the thread alone: offers to be written again, of which it has been told that they can be read."""
+        self._num_remade = 0
+        """Of the thread alone: times that the directory was made anew, until that is told."""
         self._thread = threading.Thread(target=self._work, name="file-write", daemon=True)
         self._thread.start()
 
@@ -95,10 +89,10 @@ class FileWriter:
                 self._publish(publication)
             elif publication is None and offer_id in self._written:
                 self._written.discard(offer_id)
-                self._remove(file_name(offer_id))
-        # Locked until it is gone: to others it is in use.
-        shutil.rmtree(self.directory, ignore_errors=True)
-        os.close(self._lock_fd)
+                self._take_away(offer_id)
+            else:
+                self._again.discard(offer_id)
+        self._own.remove()
 
     def _current(self, offer_id: str) -> Publication | None:
         with self._lock:
@@ -108,6 +102,7 @@ class FileWriter:
         offer_id, error = publication.offer_id, ""
         name = file_name(offer_id)
         try:
+            self._restore()
             if self._write(publication, self.directory / (name + DRAFT_SUFFIX)):
                 os.rename(self.directory / (name + DRAFT_SUFFIX), self.directory / name)
                 self._written.add(offer_id)
@@ -127,7 +122,29 @@ class FileWriter:
             error = f"{type(exc).__name__}: {exc}"
         if error:
             self._remove(name + DRAFT_SUFFIX)
-        self._on_published(Published(offer_id=offer_id, error=error))
+        if error or offer_id not in self._again:
+            num_remade, self._num_remade = self._num_remade, 0
+            self._on_published(Published(offer_id=offer_id, error=error, num_remade=num_remade))
+        self._again.discard(offer_id)
+
+    def _restore(self) -> None:
+        """Make the directory anew if it is gone, and have what was in it written again. Raises OSError."""
+        if not self._own.restore():
+            return
+        self._num_remade += 1
+        if REMADE not in self._failures:
+            self._failures.add(REMADE)
+            log.warning("%s had been removed and is made anew: nothing but this engine may remove it", self.directory)
+        for offer_id in self._written:
+            self._orders.put(offer_id)
+        self._again |= self._written
+        self._written.clear()
+
+    def _take_away(self, offer_id: str) -> None:
+        if not self._remove(file_name(offer_id)):
+            # Whoever reads the other offers should not have to wait for the next one.
+            with contextlib.suppress(OSError):
+                self._restore()
 
     def _write(self, publication: Publication, path: Path) -> bool:
         """Write a file; False when the blocks are not the offer's any more."""
@@ -161,22 +178,15 @@ class FileWriter:
         # A block that was given away while it was copied has another word by now.
         return pool.generations_of(publication.block_ids) == publication.generations
 
-    def _remove(self, name: str) -> None:
+    def _remove(self, name: str) -> bool:
+        """Remove a file; False when there is none."""
         try:
             os.unlink(self.directory / name)
         except FileNotFoundError:
-            return
+            return False
         except OSError as exc:
             log.warning("%s cannot be removed: %s", self.directory / name, exc.strerror)
-
-
-def sweep(own: Path) -> None:
-    """Remove what earlier starts of the same engine left beside its directory, unless one of them still runs."""
-    engine_id = own.name.rpartition("@")[0]
-    for entry in own.parent.iterdir():
-        if entry != own and entry.name.rpartition("@")[0] == engine_id and _is_left(entry):
-            log.info("removing %s, which an earlier start of this engine left", entry)
-            shutil.rmtree(entry, ignore_errors=True)
+        return True
 
 
 def write_exactly(fd: int, data: memoryview, offset: int) -> None:
@@ -184,30 +194,3 @@ def write_exactly(fd: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)
-
-
-def _is_left(directory: Path) -> bool:
-    """Whether nobody holds the lock of an owner's directory."""
-    try:
-        fd = os.open(directory / OWNER_FILE, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # A file system without locks: an engine id is one engine's, so it is an earlier start's.
-        return True
-    finally:
-        os.close(fd)
-    return True
-
-
-def _lock(fd: int) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as exc:
-        log.info("the directory of connector file has no locks (%s)", exc.strerror)

@@ -351,7 +351,8 @@ class Links:
         self._tell(ConnectorChanged(connector=connector, metadata=metadata))
 
     def _tell_published(self, connector: str, published: Published) -> None:
-        self._tell(OfferPublished(connector=connector, offer_id=published.offer_id, error=published.error))
+        offer_id, error, num_remade = published.offer_id, published.error, published.num_remade
+        self._tell(OfferPublished(connector=connector, offer_id=offer_id, error=error, num_remade=num_remade))
 
     def _tell(self, message: News) -> None:
         """Queue news for the loop and wake it; from any thread."""

@@ -282,6 +282,8 @@ class OfferPublished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     connector: str
     offer_id: str
     error: str = ""
+    num_remade: int = 0
+    """Times since the last one that what the connector keeps copies in was gone, and was made anew."""
 
 
 class PrefixCacheReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -105,6 +105,8 @@ class Handoff:
         self.owner.publications.settled(message.offer_id, message.connector, message.error)
         if message.error:
             self._metrics.unpublished.inc(message.connector)
+        if message.num_remade:
+            self._metrics.remade.inc(message.connector, amount=message.num_remade)
 
     def ticket(self, running: RunningRequest) -> bytes:
         """Sign a ticket for a request whose choices all have their first token; empty when the offer was not sealed."""

@@ -185,6 +185,11 @@ class EngineMetrics:
             "Offers that a connector that copies them could not make available.",
             "connector",
         )
+        self.remade = by(
+            "pdmesh_offer_directories_remade",
+            "Times that the directory a connector copies offers to was removed under it, and was made anew.",
+            "connector",
+        )
         self.handoff = LabelledHistogram(
             Histogram(
                 "pdmesh_handoff_seconds",
