@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
 from pdmesh.connector.pool import KVPool
+from pdmesh.engine.connecting import MAX_THREADS
 from pdmesh.engine.detours import replace_way
 from pdmesh.engine.links import Links
 from pdmesh.engine.messages import ConnectPeer, DisconnectPeer, OtherWay, PeerConnected, Use
@@ -171,12 +173,133 @@ def test_one_that_has_waited_long_enough_spoils_it_for_no_other(monkeypatch: pyt
         second = asyncio.create_task(peers.attach(POOL, "shm"))
         with pytest.raises(PeerUnavailable, match="in time"):
             await first
-        peers.connected(PeerConnected(peer_id="2", connector="shm"))
+        peers.connected(PeerConnected(peer_id="2", connector="shm", number=2))
         await second
         assert core.given_up() == []
         assert not peers._waiting
 
     asyncio.run(attach())
+
+
+def test_the_answer_to_an_order_is_none_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came late of an order that had been given up refused a peer that the next order was about to connect; or it told that
+    this was connected before it was."""
+
+    async def attach() -> None:
+        peers = core_peers.CorePeers(Asked())
+        monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 0.05)
+        with pytest.raises(PeerUnavailable, match="in time"):
+            await peers.attach(POOL, "shm")
+        monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 10.0)
+        again = asyncio.create_task(peers.attach(replace(POOL, metadata=b"new"), "shm"))
+        await asyncio.sleep(0)
+        peers.connected(PeerConnected(peer_id="2", connector="shm", error="it is not there", number=1))
+        await asyncio.sleep(0)
+        assert not again.done()
+        peers.connected(PeerConnected(peer_id="2", connector="shm", number=2))
+        await again
+        assert not peers._waiting
+        assert not peers._answers
+
+    asyncio.run(attach())
+
+
+@pytest.mark.parametrize("end", ["refused", "detached"])
+def test_what_one_gave_up_is_let_go_by_the_last_who_waits(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """Of the first order the core may have made a connection that nobody else has heard of."""
+
+    async def attach() -> list[DisconnectPeer]:
+        core = Asked()
+        peers = core_peers.CorePeers(core)
+        attached = asyncio.create_task(peers.attach(POOL, "shm"))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 0.05)
+        given_up = asyncio.create_task(peers.attach(POOL, "shm"))
+        await asyncio.sleep(0)
+        if end == "refused":
+            with pytest.raises(PeerUnavailable, match="in time"):
+                await given_up
+            peers.connected(PeerConnected(peer_id="2", connector="shm", error="no", number=1))
+            with pytest.raises(HandshakeRefused):
+                await attached
+        else:
+            peers.connected(PeerConnected(peer_id="2", connector="shm", number=1))
+            await attached
+            peers.detach("2")
+            with pytest.raises(PeerUnavailable, match="in time"):
+                await given_up
+            del core.sent[core.sent.index(DisconnectPeer(peer_id="2"))]
+        return core.given_up()
+
+    assert asyncio.run(attach()) == [DisconnectPeer(peer_id="2", connector="shm")]
+
+
+class Hanging(Connector):
+    """Connecting peer 0 takes until the test lets it go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = threading.Event()
+        self.num_hanging = 0
+
+    def connect(self, peer: PeerPool) -> None:
+        if peer.peer_id != "2":
+            self.num_hanging += 1
+            assert self.may_go_on.wait(20)
+        super().connect(peer)
+
+
+def test_a_peer_that_hangs_in_connect_holds_up_its_own_orders_only() -> None:
+    """Each such peer cost all others 5 s: with three of them, or at the fourth attempt, peers that were well were refused."""
+    connector = Hanging()
+    links = Links({"shm": connector})
+    try:
+        hanging = [msgspec.structs.replace(_order(0), number=number) for number in (1, 2)]
+        for order in hanging:
+            links.connect(order)
+        links.connect(_order(2))
+        assert [answer.peer_id for answer in _answers(links, 1)] == ["2"]
+        assert connector.num_hanging == 1
+        connector.may_go_on.set()
+        assert [answer.number for answer in _answers(links, 2)] == [1, 2]
+    finally:
+        connector.may_go_on.set()
+        links.close()
+
+
+def test_peers_that_hang_take_no_threads_without_end() -> None:
+    connector = Hanging()
+    links = Links({"shm": connector})
+    try:
+        numbers = [number for number in range(0, 100, 2) if number != 2]
+        for number in numbers:
+            links.connect(_order(number))
+        threads = [thread for thread in threading.enumerate() if thread.name == "connect"]
+        assert len(threads) == MAX_THREADS
+        connector.may_go_on.set()
+        assert {answer.peer_id for answer in _answers(links, len(numbers))} == set(map(str, numbers))
+        for thread in threads:
+            thread.join(5)
+            assert not thread.is_alive()
+    finally:
+        connector.may_go_on.set()
+        links.close()
+
+
+def test_where_no_thread_can_be_started_the_peer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    links = Links({"shm": Connector()})
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            links.connect(_order(2))
+            assert [answer.error for answer in _answers(links, 1)] == ["can't start new thread"]
+        links.connect(_order(2))
+        assert [answer.error for answer in _answers(links, 1)] == [""]
+    finally:
+        links.close()
 
 
 class Scripted(Connector):
@@ -190,12 +313,15 @@ class Scripted(Connector):
         self.may_connect = threading.Event()
         self.may_connect.set()
         self.refusal = ""
+        self.refused_metadata: bytes | None = None
         self._results: list[PullResult] = []
 
     def connect(self, peer: PeerPool) -> None:
         assert self.may_connect.wait(10)
         if self.refusal:
             raise HandshakeRefused(self.refusal)
+        if peer.metadata == self.refused_metadata:
+            raise HandshakeRefused("no such memory")
         self.connected.add(peer.peer_id)
 
     def start(self, pull: Pull) -> None:
@@ -301,6 +427,20 @@ def test_a_connector_that_cannot_be_connected_is_passed_over(scene: Scene) -> No
     scene.grpc.end("")
     assert scene.ended()[0] == ""
     assert scene.mooncake.started == []
+
+
+def test_a_pull_waits_for_the_end_of_its_own_order(scene: Scene) -> None:
+    """That of an earlier one, for memory that was no more, made it pass over a connector that would have done."""
+    scene.mooncake.may_connect.clear()
+    scene.mooncake.refused_metadata = b"old"
+    scene.links.connect(replace_way(scene.order, "mooncake", b"old"))
+    scene.links.connect(scene.order)
+    scene.nixl.end("peer_lost")
+    assert scene.links.poll() == []
+    scene.mooncake.may_connect.set()
+    assert [answer.error for answer in _answers(scene.links, 3)] == ["no such memory", "", ""]
+    assert len(scene.mooncake.started) == 1
+    assert scene.grpc.connected == set()
 
 
 @pytest.mark.parametrize(("how", "reason"), [("cancel", "cancelled"), ("disconnect", "peer_lost")])

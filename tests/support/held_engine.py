@@ -72,7 +72,9 @@ class HeldCore:
                 # Every peer's memory is within reach.
                 self._connector = message.connector
                 self._said.put_nowait(
-                    PeerConnected(peer_id=message.peer_id, connector=message.connector, use=message.use)
+                    PeerConnected(
+                        peer_id=message.peer_id, connector=message.connector, use=message.use, number=message.number
+                    )
                 )
             case PullOwnBlock() if self._connector not in self.mute:
                 error = self.broken.get(self._connector, "")

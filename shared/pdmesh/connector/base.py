@@ -167,7 +167,7 @@ class SchedulerConnector(ABC, Generic[OwnerT, LoadT]):
 
 class WorkerConnector(ABC):
     """The half that touches memory. Called from the loop of the process that owns the target pool; not thread-safe, but that
-    `connect`, which blocks, may run in a thread beside the other calls."""
+    `connect`, which blocks, may run in threads beside the other calls: several peers' at once, one peer's one at a time."""
 
     name: str
 

@@ -33,7 +33,7 @@ class Connection:
 
 
 class Attachments:
-    """The table. The loop's, but for what the thread that connects asks and says: `stands`, `connected` and `broke`."""
+    """The table. The loop's, but for what the threads that connect ask and say: `stands`, `connected` and `broke`."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, Use], list[str]] = {}

@@ -29,6 +29,8 @@ class Journey:
     """What carries it now, or did last."""
     result: PullResult | None = None
     """How it ended over the connector before, while the next is being connected."""
+    awaits: ConnectPeer | None = None
+    """What connects that: no earlier order for it, which may be of another start or other memory."""
 
     @property
     def due_s(self) -> float:
@@ -75,8 +77,9 @@ class Detours:
         tried = {*journey.failed, journey.connector}
         return next((way for way in self._ways.get(journey.pull.peer_id, []) if way.connector not in tried), None)
 
-    def wait(self, journey: Journey) -> None:
-        """Keep a pull until the connector that it is to go over is connected."""
+    def wait(self, journey: Journey, order: ConnectPeer) -> None:
+        """Keep a pull until the connector that it is to go over is connected by this order."""
+        journey.awaits = order
         self._waiting[journey.pull.transfer_id] = journey
 
     def cancel(self, transfer_id: str) -> Journey | None:
@@ -95,9 +98,9 @@ class Detours:
             del self._waiting[journey.pull.transfer_id]
         return found
 
-    def arrived(self, peer_id: str, connector: str) -> list[Journey]:
-        """Take out the pulls that waited for a connector to be connected, well or not."""
-        found = [each for each in self._waiting.values() if (each.pull.peer_id, each.connector) == (peer_id, connector)]
+    def arrived(self, order: ConnectPeer) -> list[Journey]:
+        """Take out the pulls that waited for the end of an order, good or bad."""
+        found = [each for each in self._waiting.values() if each.awaits is order]
         for journey in found:
             del self._waiting[journey.pull.transfer_id]
         return found

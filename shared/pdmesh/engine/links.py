@@ -1,6 +1,6 @@
 """The worker's halves of all connectors as one thing: connect peers aside, start pulls, collect what ended.
 
-Connecting may block for seconds, so that it runs in a thread of its own; the loop is woken when it is done.
+Connecting may block for seconds, so that it runs in threads of its own (`connecting`); the loop is woken when it is done.
 """
 
 import functools
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from pdmesh.connector.active import ERROR_PREFIX, PullEnd, error_reason
 from pdmesh.connector.base import (
-    PeerPool,
     Publication,
     Published,
     Pull,
@@ -25,18 +24,16 @@ from pdmesh.connector.pool import KVPool
 from pdmesh.connector.ways import way_of
 from pdmesh.engine.alarm import Alarm
 from pdmesh.engine.attachments import Attachments, Connection
+from pdmesh.engine.connecting import Connected, Connecting
 from pdmesh.engine.conversion import ConvertingPull
 from pdmesh.engine.detours import Detours, Journey
 from pdmesh.engine.messages import ConnectorChanged, ConnectPeer, OfferPublished, PeerConnected, Use
 from pdmesh.engine.push_messages import WritersShutOut
 from pdmesh.engine.staged_pulls import StagedPulls
-from pdmesh.errors import MeshError
 
 log = logging.getLogger(__name__)
 
 PEER_LOST = "peer_lost"
-# A connect that hangs longer is left to end with the process.
-CONNECT_GRACE_S = 1.0
 
 News = PeerConnected | ConnectorChanged | OfferPublished | WritersShutOut
 
@@ -71,13 +68,10 @@ class Links:
         self._is_closed = False
         self._alarm = Alarm(self._wake)
         """For pulls that wait for a connect, which may take longer than they have."""
-        self._orders: queue.SimpleQueue[ConnectPeer | None] = queue.SimpleQueue()
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[News | Connected] = queue.SimpleQueue()
         has_staging = pool is not None and pool.staging is not None
         self._staged = StagedPulls(pool, self._start, self.cancel) if pool is not None and has_staging else None
-        # A daemon: a peer that hangs in connect must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, name="connect", daemon=True)
-        self._thread.start()
+        self._connecting = Connecting(connectors, self._attachments, self._tell, has_staging=self._staged is not None)
         for name, connector in connectors.items():
             connector.watch_metadata(functools.partial(self._tell_changed, name))
             connector.watch_published(functools.partial(self._tell_published, name))
@@ -106,7 +100,7 @@ class Links:
 
     def _connect_aside(self, order: ConnectPeer) -> None:
         self._attachments.begin(order)
-        self._orders.put(order)
+        self._connecting.order(order)
 
     def take_news(self) -> list[News]:
         """Return the answers to `connect`, and what else the server must know, since the last call; never blocks."""
@@ -119,20 +113,26 @@ class Links:
         news: list[News] = []
         while not self._news.empty():
             message = self._news.get()
-            news.append(message)
-            if not isinstance(message, PeerConnected):
-                continue
-            is_unwanted = self._attachments.arrived(message)
-            if message.use is Use.PULL:
-                for journey in self._detours.arrived(message.peer_id, message.connector):
-                    self._go_on(journey, message.error)
-                if message.error and self._attachments.is_over(message.peer_id, Use.PULL):
-                    self._forget_ways(message.peer_id)
-            if is_unwanted:
-                self.disconnect(message.peer_id, message.use, message.connector)
-            for name in self._attachments.strays(message.peer_id):
-                self._connectors[name].disconnect(message.peer_id)
+            news.append(self._answered(message) if isinstance(message, Connected) else message)
         return news
+
+    def _answered(self, connected: Connected) -> PeerConnected:
+        """Draw the conclusions from the end of an order."""
+        order, error = connected.order, connected.error
+        answer = PeerConnected(
+            peer_id=order.peer_id, connector=order.connector, error=error, use=order.use, number=order.number
+        )
+        is_unwanted = self._attachments.arrived(answer)
+        if order.use is Use.PULL:
+            for journey in self._detours.arrived(order):
+                self._go_on(journey, error)
+            if error and self._attachments.is_over(order.peer_id, Use.PULL):
+                self._forget_ways(order.peer_id)
+        if is_unwanted:
+            self.disconnect(order.peer_id, order.use, order.connector)
+        for name in self._attachments.strays(order.peer_id):
+            self._connectors[name].disconnect(order.peer_id)
+        return answer
 
     def disconnect(self, peer_id: str, use: Use = Use.PULL, connector: str = "") -> None:
         """Forget a peer for a use; its pulls, or the writes to it, end with `peer_lost`.
@@ -248,7 +248,7 @@ class Links:
         if way.connector in names:
             self._begin(journey)
         else:
-            self._detours.wait(journey)
+            self._detours.wait(journey, way)
             self._alarm.set(self._detours.due_s)
             self._connect_aside(way)
         return True
@@ -321,13 +321,13 @@ class Links:
 
     def close(self) -> None:
         """End all pulls and the connectors with them."""
-        self._orders.put(None)
+        self._connecting.stop()
         self._alarm.set(None)
         for connector in self._connectors.values():
             connector.close()
         if self._staged is not None:
             self._staged.close()
-        self._thread.join(timeout=CONNECT_GRACE_S)
+        self._connecting.join()
         with self._closing:
             self._is_closed = True
             os.close(self._wake_fd)
@@ -342,11 +342,6 @@ class Links:
         result = PullResult(transfer_id=pull.transfer_id, reason=reason, num_bytes=0, duration_s=0.0)
         self._refused.append(EndedPull(result, connector))
 
-    def _work(self) -> None:
-        while (order := self._orders.get()) is not None:
-            error = self._connect(order)
-            self._tell(PeerConnected(peer_id=order.peer_id, connector=order.connector, error=error, use=order.use))
-
     def _tell_changed(self, connector: str, metadata: bytes) -> None:
         self._tell(ConnectorChanged(connector=connector, metadata=metadata))
 
@@ -354,7 +349,7 @@ class Links:
         offer_id, error, num_remade = published.offer_id, published.error, published.num_remade
         self._tell(OfferPublished(connector=connector, offer_id=offer_id, error=error, num_remade=num_remade))
 
-    def _tell(self, message: News) -> None:
+    def _tell(self, message: News | Connected) -> None:
         """Queue news for the loop and wake it; from any thread."""
         self._news.put(message)
         self._wake()
@@ -363,33 +358,3 @@ class Links:
         with self._closing:
             if not self._is_closed:
                 os.eventfd_write(self._wake_fd, 1)
-
-    def _connect(self, order: ConnectPeer) -> str:
-        """Connect and return what went wrong, or nothing."""
-        connector = self._connectors.get(order.connector)
-        if connector is None:
-            return f"this engine has no connector {order.connector}; it has {', '.join(self._connectors)}"
-        if order.layouts and self._staged is None:
-            return (
-                "its blocks have another layout, and this engine has no staging area to convert them (kv-staging-bytes)"
-            )
-        if self._attachments.stands(order):
-            return ""
-        peer = PeerPool(
-            peer_id=order.peer_id,
-            metadata=order.metadata,
-            num_blocks=order.num_blocks,
-            block_bytes=order.block_bytes,
-            layouts=tuple(order.layouts),
-        )
-        try:
-            connector.connect(peer)
-        except MeshError as exc:
-            self._attachments.broke(order)
-            return exc.message
-        except Exception as exc:  # the thread's top: a bad peer must not end it
-            self._attachments.broke(order)
-            log.exception("connecting %s over %s failed", order.peer_id, order.connector)
-            return f"{type(exc).__name__}: {exc}"
-        self._attachments.connected(order)
-        return ""

@@ -93,6 +93,8 @@ class ConnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     others: list[OtherWay] = []
     """What a pull may go on over when this connector fails it, in order."""
     use: Use = Use.PULL
+    number: int = 0
+    """The answer has the same: an earlier order for the same peer and connector may be answered yet."""
 
 
 class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -267,6 +269,8 @@ class PeerConnected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     connector: str
     error: str = ""
     use: Use = Use.PULL
+    number: int = 0
+    """The order's."""
 
 
 class ConnectorChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):

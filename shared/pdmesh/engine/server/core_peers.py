@@ -1,7 +1,10 @@
 """Connects pools of peers in the core: the server agrees with a peer, the core's worker half maps or registers its memory."""
 
 import asyncio
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from pdmesh.connector.base import PeerPool
@@ -19,13 +22,14 @@ class Core(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
-    """An answer of the core's that is waited for, by several maybe."""
+class _Askers:
+    """All who wait at a time for one peer, connector and use to be connected."""
 
-    answer: asyncio.Future[PeerConnected] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     num_waiting: int = 0
-    is_heard: bool = False
-    """One of them has had the answer, and lets go what it is about."""
+    is_attached: bool = False
+    """One of them has had the answer that it is, and lets go what it is about."""
+    is_given_up: bool = False
+    """One of them waits no more: what it has ordered may be connected yet."""
 
 
 class CorePeers:
@@ -33,12 +37,15 @@ class CorePeers:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._waiting: dict[tuple[str, str, Use], _Question] = {}
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[PeerConnected]] = {}
+        """By order: what is said of an earlier one is not said of this, for its peer may be reached in another way by now."""
+        self._waiting: dict[tuple[str, str, Use], _Askers] = {}
 
     async def attach(self, pool: PeerPool, connector: str, use: Use = Use.PULL) -> None:
         """Have the core reach `pool`. Raises HandshakeRefused when its memory cannot be reached."""
-        key = (pool.peer_id, connector, use)
-        question = self._waiting.setdefault(key, _Question())
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
         self._core.send(
             ConnectPeer(
                 peer_id=pool.peer_id,
@@ -49,27 +56,45 @@ class CorePeers:
                 layouts=list(pool.layouts),
                 others=[OtherWay(connector=way.connector, metadata=way.metadata) for way in pool.others],
                 use=use,
+                number=number,
             )
         )
-        question.num_waiting += 1
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                connected = await asyncio.shield(question.answer)
-            question.is_heard = True
+            with self._asking(pool.peer_id, connector, use) as askers:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    connected = await answer
+                askers.is_attached |= not connected.error
         except TimeoutError:
             raise PeerUnavailable(f"the engine core did not connect {pool.peer_id} over {connector} in time") from None
         finally:
-            question.num_waiting -= 1
-            if not question.num_waiting:
-                del self._waiting[key]
-                if not question.is_heard:
-                    # It may be connected yet, and nobody would know of it to let it go. The others of the peer's go on.
-                    self._core.send(DisconnectPeer(peer_id=pool.peer_id, use=use, connector=connector))
+            del self._answers[number]
         if connected.error:
             raise HandshakeRefused(f"{pool.peer_id} over {connector}: {connected.error}")
 
+    @contextmanager
+    def _asking(self, peer_id: str, connector: str, use: Use) -> Iterator[_Askers]:
+        """Be one of those who wait; the last to go lets go what nobody has heard to be connected."""
+        key = (peer_id, connector, use)
+        askers = self._waiting.setdefault(key, _Askers())
+        askers.num_waiting += 1
+        try:
+            yield askers
+        except BaseException:
+            askers.is_given_up = True
+            raise
+        finally:
+            askers.num_waiting -= 1
+            if not askers.num_waiting:
+                del self._waiting[key]
+                if askers.is_given_up and not askers.is_attached:
+                    # The others of the peer's go on.
+                    self._core.send(DisconnectPeer(peer_id=peer_id, use=use, connector=connector))
+
     def detach(self, peer_id: str, use: Use = Use.PULL) -> None:
         """Let the core forget a peer for a use; its pulls, or pushes, end as `peer_lost`."""
+        for (each, _, of), askers in self._waiting.items():
+            if (each, of) == (peer_id, use):
+                askers.is_attached = False
         self._core.send(DisconnectPeer(peer_id=peer_id, use=use))
 
     def send(self, message: ToCore) -> None:
@@ -78,6 +103,6 @@ class CorePeers:
 
     def connected(self, message: PeerConnected) -> None:
         """Deliver the core's answer."""
-        question = self._waiting.get((message.peer_id, message.connector, message.use))
-        if question is not None and not question.answer.done():
-            question.answer.set_result(message)
+        answer = self._answers.get(message.number)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
