@@ -405,8 +405,9 @@ def watching(node: Node) -> Iterator[KVPool]:
 def test_a_killed_owner_costs_its_pulls_and_no_more(name: str, own_node: Node, shared_node: Node) -> None:
     blocks = list(range(96))
     with consumer(name) as made:
-        made.connector.connect(own_node.pool_for(name))
-        made.connector.connect(shared_node.pool_for(name))
+        with ThreadPoolExecutor() as threads:
+            # At once, as the core does it.
+            list(threads.map(made.connector.connect, [node.pool_for(name) for node in (own_node, shared_node)]))
         pulls = [made.pull(own_node, blocks, blocks, deadline_s=3.0) for _ in range(3)]
         own_node.kill()
         pulls.append(made.pull(own_node, blocks, blocks, deadline_s=3.0, offer_id="of nobody"))
