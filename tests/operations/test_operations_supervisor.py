@@ -39,6 +39,7 @@ from pdmesh.supervisor.plan import ChildSpec, Plan
 from pdmesh.supervisor.ports import Ports
 from pdmesh.supervisor.roles import Role
 from pdmesh.supervisor.runtime import RuntimeFolder
+from pdmesh_proxy.config import ProxyConfig
 
 READY = (
     "import os, sys, json; os.write(int(sys.argv[-1]), json.dumps({'ready': True, 'grpc_port': 7}).encode() + b'\\n')\n"
@@ -407,6 +408,44 @@ def test_a_proxy_that_serves_on_before_it_drains_is_waited_for(runtime: RuntimeF
     assert make_plan(runtime, *given, "--drain-grace-s 10").proxy().drain_timeout_s == 30.0
     with pytest.raises(ConfigError, match="proxy-args: drain-grace-s must be a number of seconds, got 'soon'"):
         make_plan(runtime, *given, "--port 9000 --drain-grace-s soon").proxy()
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "expected_s"),
+    [
+        ("drain_grace_s = 10", "", 40.0),
+        ("drain_grace_s = 10.5\ndrain_timeout_s = 70", "", 80.5),
+        ("drain_grace_s = 10\ndrain_timeout_s = 70", " --drain-grace-s 1 --drain-timeout 2", 3.0),
+        ("max_body_bytes = 4096", "", 30.0),
+    ],
+)
+def test_times_that_a_config_file_of_the_proxy_says_are_heard(
+    runtime: RuntimeFolder, tmp_path: Path, text: str, flags: str, expected_s: float
+) -> None:
+    """It was killed before its time to serve on was over, and its own time to drain was not in force at all."""
+    path = tmp_path / "proxy.toml"
+    path.write_text(text)
+    proxy = make_plan(runtime, f"--proxy-args=--config {path}{flags}").proxy()
+    assert proxy.drain_timeout_s == expected_s
+    # What the proxy itself makes of that command line.
+    config = load_config(ProxyConfig, list(proxy.argv[3:]), prog="pdmesh proxy", environ={})
+    assert config.drain_grace_s + config.drain_timeout_s == expected_s
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("drain_grace_s = 'soon'", "drain-grace-s must be a number of seconds, got 'soon'"),
+        ("drain_timeout_s = [1]", r"drain-timeout-s must be a number of seconds, got \[1\]"),
+    ],
+)
+def test_a_config_file_whose_times_cannot_be_told_is_refused(
+    runtime: RuntimeFolder, tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "proxy.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"config file {path}: {words}"):
+        make_plan(runtime, f"--proxy-args=--config {path}").proxy()
 
 
 def test_nobody_gets_in_once_the_mesh_takes_its_leave(runtime: RuntimeFolder) -> None:

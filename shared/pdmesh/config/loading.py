@@ -137,13 +137,18 @@ def _raise_config_error(prog: str) -> Any:
     return error
 
 
-def _from_toml(cls: type[Settings], path: str) -> dict[str, Any]:
+def read_toml(path: str) -> dict[str, Any]:
+    """Return what a config file says, right or not. Raises ConfigError when it cannot be read."""
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise ConfigError(f"config file {path} cannot be read: {exc}") from exc
+
+
+def _from_toml(cls: type[Settings], path: str) -> dict[str, Any]:
+    values = read_toml(path)
     unknown = sorted(set(values) - set(cls.model_fields))
     if foreign := explain_foreign([f"--{name}" for name in unknown], cls.model_fields):
         raise ConfigError(f"config file {path}: {foreign}")

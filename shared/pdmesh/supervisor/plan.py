@@ -1,6 +1,7 @@
 """What to run: from the configuration of `pdmesh up` to the command line of each child, without starting anything."""
 
 import argparse
+import contextlib
 import secrets
 import shlex
 import socket
@@ -8,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from pdmesh.config import ALIASES, EngineConfig, TlsConfig, variable
+from pdmesh.config import ALIASES, EngineConfig, TlsConfig, read_toml, variable
 from pdmesh.embedded_valkey import ValkeyCommand, prepare
 from pdmesh.engine.host_memory import usable_cores
 from pdmesh.errors import ConfigError
@@ -24,7 +25,6 @@ PREFILL_NICENESS = 5
 # Prompts of 64 tokens among such of 3,000 had their first token after 3.4 s, not 6.9, at the same throughput; 512 made it 4.5.
 PREFILL_SHARE_TOKENS = 256
 THRESHOLD = "--long-prefill-token-threshold"
-DRAIN_FLAGS = ("--drain-timeout-s", *ALIASES["drain_timeout_s"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class Plan:
         is_moved = bool(self._extra_value(Role.PROXY, "--host", "--port", "--listen-fd", "--config"))
         spec = self._service(Role.PROXY, "proxy", [*flags, *self._served_name()])
         # Before it drains; at the door, where its successor is let in at once, it does not.
-        grace_s = self._seconds(Role.PROXY, 0.0, "--drain-grace-s") if is_moved else 0.0
+        grace_s = self._seconds(Role.PROXY, "drain_grace_s", 0.0) if is_moved else 0.0
         return replace(spec, is_door=not is_moved, drain_timeout_s=spec.drain_timeout_s + grace_s)
 
     def engine(self, role: Role, number: int) -> ChildSpec:
@@ -238,23 +238,30 @@ class Plan:
 
     def _service(self, role: Role, name: str, flags: list[str]) -> ChildSpec:
         config = self._config
-        common = ["--log-level", config.log_level, "--drain-timeout-s", str(config.drain_timeout_s)]
+        # A role's further flags, or a file that they name, may give it a time of its own.
+        drain_timeout_s = self._seconds(role, "drain_timeout_s", config.drain_timeout_s)
+        common = ["--log-level", config.log_level, "--drain-timeout-s", str(drain_timeout_s)]
         # Flags, as in the environment an empty name would be none.
         for setting in TlsConfig.model_fields if config.tls_cert else ():
             common += ["--" + setting.replace("_", "-"), getattr(config, setting)]
         argv = (sys.executable, "-m", f"pdmesh_{role}", *flags, *common, *self._extra[role])
-        # A role's further flags may give it a time of its own.
-        drain_timeout_s = self._seconds(role, config.drain_timeout_s, *DRAIN_FLAGS)
         return ChildSpec(name=name, role=role, argv=argv, env=self._env, drain_timeout_s=drain_timeout_s)
 
-    def _seconds(self, role: Role, default: float, *spellings: str) -> float:
-        """A time that a role's further flags may give it."""
-        given = self._extra_value(role, *spellings)
+    def _seconds(self, role: Role, setting: str, default: float) -> float:
+        """A time that a role's further flags may give it, or the config file that they name."""
+        name = setting.replace("_", "-")
+        given: object = self._extra_value(role, f"--{name}", *ALIASES.get(setting, ()))
+        path, where = self._extra_value(role, "--config"), f"{role}-args"
+        if given == "" and path:
+            # One that cannot be read is the child's to refuse, which knows what else is wrong with it.
+            with contextlib.suppress(ConfigError):
+                given, where = read_toml(path).get(setting, ""), f"config file {path}"
+        if given == "":
+            return default
         try:
-            return float(given) if given else default
-        except ValueError:
-            name = spellings[0].removeprefix("--")
-            raise ConfigError(f"{role}-args: {name} must be a number of seconds, got {given!r}") from None
+            return float(given)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise ConfigError(f"{where}: {name} must be a number of seconds, got {given!r}") from None
 
 
 def unheard_settings(environ: Mapping[str, str]) -> list[str]:
