@@ -210,7 +210,10 @@ def test_everything_is_in_exactly_one_place(kind: tuple[bool, bool, tuple[int, .
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_is_in_exactly_one_place_for_100_000_events(kind: tuple[bool, bool, tuple[int, ...]]) -> None:
-    assert run_machine(kind, num_examples=200, num_steps=60, is_fixed=False) >= 100_000 // len(KINDS)
+    num_events = 0
+    # How many there are is chance: in 50 runs 14,600 to 36,700, so that about one run in 60 has fewer than wanted.
+    while num_events < 100_000 // len(KINDS):
+        num_events += run_machine(kind, num_examples=200, num_steps=60, is_fixed=False)
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 6)])
