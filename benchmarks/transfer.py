@@ -3,8 +3,9 @@
     python benchmarks/transfer.py --json results/today-transfer.json
 
 In turns within one run, each round in another order: one core's memcpy of the same bytes between the same pages; `shm`; a bare
-NIXL agent that reads all blocks at once, without helper process, words or sums; `nixl` as engines use it; `grpc`. The goals:
-`shm` at least 0.8 of memcpy, `nixl` within 10 % of the bare agent. Exit code 1 when one is missed.
+NIXL agent that reads all blocks at once, without helper process, words or sums; two such agents in two threads, with half of the
+blocks each; `nixl` as engines use it; `grpc`. The goals: `shm` at least 0.8 of memcpy, `nixl` within 10 % of the bare agent. Exit
+code 1 when one is missed.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,16 +90,16 @@ class Puller:
 
 
 class BareAgent:
-    """A NIXL agent that reads all blocks at once and is asked all the time whether it is done."""
+    """A NIXL agent that reads blocks at once, all of them or some, and is asked all the time whether it is done."""
 
-    def __init__(self, hello: dict[str, Any], target: KVPool) -> None:
+    def __init__(self, hello: dict[str, Any], target: KVPool, blocks: slice = slice(None)) -> None:
         from pdmesh.connector.nixl_agent import NixlAgent
 
         self._agent = NixlAgent(AgentSettings(name=f"bare-{secrets.token_hex(4)}", on_loopback=True))
         self._agent.register(address_of(target), target.shape.total_bytes)
         self._peer = self._agent.add_peer(bytes.fromhex(hello["agent"]))
-        self._local = _ranges(address_of(target), target.shape)
-        self._remote = _ranges(hello["base"], target.shape)
+        self._local = _ranges(address_of(target), target.shape)[blocks]
+        self._remote = _ranges(hello["base"], target.shape)[blocks]
 
     def move(self) -> None:
         handle = self._agent.read(self._local, self._remote, self._peer)
@@ -107,6 +109,21 @@ class BareAgent:
         self._agent.release(handle)
         if state is not CopyState.DONE:
             sys.exit("the bare agent's read failed")
+
+
+class TwoBareAgents:
+    """Two such agents, each with one half and in a thread of its own."""
+
+    def __init__(self, hello: dict[str, Any], target: KVPool) -> None:
+        middle = target.shape.num_blocks // 2
+        self._first = BareAgent(hello, target, slice(middle))
+        self._second = BareAgent(hello, target, slice(middle, None))
+        self._thread = ThreadPoolExecutor(1)
+
+    def move(self) -> None:
+        second = self._thread.submit(self._second.move)
+        self._first.move()
+        second.result()
 
 
 def main() -> int:
@@ -177,6 +194,7 @@ def _ways(
     for name in arguments.connectors:
         if name == "nixl":
             ways.append(Way(name="bare nixl", move=BareAgent(hello, target).move))
+            ways.append(Way(name="two bare nixl", move=TwoBareAgents(hello, target).move))
         for is_checked in (True, False):
             made = make_worker_connectors(
                 [name], peer_id=f"consumer-{name}@{int(is_checked)}", secret=secret, on_loopback=True, options=options

@@ -118,7 +118,7 @@ class AgentSettings:
 
 
 AGENTS = {
-    "nixl": "pdmesh.connector.nixl_agent:NixlAgent",
+    "nixl": "pdmesh.connector.nixl_agent:nixl_agents",
     "mooncake": "pdmesh.connector.mooncake_agent:MooncakeAgent",
     "ucxx": "pdmesh.connector.ucxx_agent:UcxxAgent",
 }

@@ -31,8 +31,8 @@ PROOF_BYTES = 32
 NUM_PROOF_SLOTS = 64
 CONNECT_TIMEOUT_S = 3.0
 WORD_BYTES = 8
-# Moved at once where blocks are summed as they arrive, in half a millisecond, while they are in a cache.
-PIECE_BYTES = 8 << 20
+# Moved at once where blocks are summed as they arrive: of half as much, what is done between two reads would be seen.
+PIECE_BYTES = 16 << 20
 # Read at once where nothing is done between: what is cancelled has a second to end in, or costs all others their helper.
 UNCHECKED_PIECE_BYTES = 64 << 20
 # A piece that takes about as long as what has to be done for one more: half a millisecond.

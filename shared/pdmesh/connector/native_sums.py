@@ -16,8 +16,8 @@ from pdmesh_kernels.block_sum import Arrivals
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 0.005
-"""How long the thread stays with a pull of which nothing comes; pieces within a host are 2 ms apart."""
+PATIENCE_S = 0.01
+"""How long the thread stays with a pull of which nothing comes; pieces within a host are 4 ms apart at most."""
 TURN_S = 0.0005
 """How often it looks meanwhile whether others wait, where there are others: to look costs the reading thread Python's lock."""
 

@@ -8,9 +8,12 @@ is traffic, and took no measurable CPU while 64 blocks of 720 KiB moved faster t
 import contextlib
 import importlib
 import logging
+import os
+from dataclasses import replace
 from typing import Any
 
 from pdmesh.connector.native_agent import AgentSettings, CopyState, NothingPosted, Ranges, WritingAgent
+from pdmesh.connector.paired_agent import PairedAgent
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +117,15 @@ class NixlAgent(WritingAgent):
         NIXL dropped, as it does where another copy of that peer found the connection lost; nobody else drops it under a copy."""
         of_connection = (self._bindings.nixlRemoteDisconnectError, self._bindings.nixlNotFoundError)
         return isinstance(failure, of_connection) and not self._has_many_endpoints
+
+
+def nixl_agents(settings: AgentSettings) -> WritingAgent:
+    """An agent that shares large reads within the host with another one, where there is a CPU for that and NIXL has no threads
+    of its own that do."""
+    first = NixlAgent(settings)
+    if settings.num_threads or len(os.sched_getaffinity(0)) < 2:
+        return first
+    return PairedAgent(first, lambda: NixlAgent(replace(settings, name=f"{settings.name}/2")))
 
 
 def _import_bindings() -> Any:
