@@ -29,33 +29,66 @@ struct Step {
     const Kernels &kernels;
     const std::vector<Phase *> &phases;
     int64_t *times_ns;
+    // The phase that is being done; all before it are.
+    std::atomic<size_t> current;
+    // Thread 0's: the phase that it times, and since when.
+    size_t timed;
+    int64_t begun_ns;
 };
 
-void run_step(void *context, int thread) {
-    const Step &step = *static_cast<const Step *>(context);
-    void *const scratch = step.pool.scratch(thread);
+// The first phase from `at` on that has anything to do.
+size_t next_phase(const std::vector<Phase *> &phases, size_t at) {
+    while (at < phases.size() && phases[at]->num_pieces == 0) at++;
+    return at;
+}
+
+// Does what pieces of a phase are left, and returns whether the phase has ended with them.
+bool do_pieces(Phase &phase, void *scratch) {
+    int num_done = 0;
+    for (int index; (index = phase.next.fetch_add(1, std::memory_order_relaxed)) < phase.num_pieces; num_done++)
+        phase.piece(index, scratch);
+    return num_done && phase.num_done.fetch_add(num_done) + num_done == phase.num_pieces;
+}
+
+void note_time(Step &step, size_t at) {
+    if (!step.times_ns || at == step.timed) return;
+    const int64_t now = now_ns();
+    step.times_ns[step.phases[step.timed]->time_slot] += now - step.begun_ns;
+    step.timed = at;
+    step.begun_ns = now;
+}
+
+bool work_on(void *context, int thread) {
+    Step &step = *static_cast<Step *>(context);
+    const size_t end = step.phases.size();
+    size_t at = step.current.load();
+    if (at == end) return true;
     step.kernels.enter();
-    int64_t begun = step.times_ns ? now_ns() : 0;
-    for (Phase *phase : step.phases) {
-        if (phase->num_pieces == 0) continue;
-        for (int index; (index = phase->next.fetch_add(1, std::memory_order_relaxed)) < phase->num_pieces;)
-            phase->piece(index, scratch);
-        step.pool.wait_for_all();
-        if (thread == 0 && step.times_ns) {
-            const int64_t ended = now_ns();
-            step.times_ns[phase->time_slot] += ended - begun;
-            begun = ended;
+    for (uint32_t turns; at < end; at = step.current.load()) {
+        turns = step.pool.num_turns();
+        if (thread == 0) note_time(step, at);
+        if (do_pieces(*step.phases[at], step.pool.scratch(thread))) {
+            step.current.store(next_phase(step.phases, at + 1));
+            step.pool.turn();
+        } else if (step.current.load() == at && !step.pool.turns_soon(turns)) {
+            break;
         }
     }
     step.kernels.leave();
+    if (thread == 0) note_time(step, at);
+    return at == end;
 }
 
 }  // namespace
 
 void run_phases(pdm_pool &pool, const Kernels &kernels, const std::vector<Phase *> &phases, int64_t *times_ns) {
-    for (Phase *phase : phases) phase->next.store(0, std::memory_order_relaxed);
-    Step step{pool, kernels, phases, times_ns};
-    pool.run(run_step, &step);
+    for (Phase *phase : phases) {
+        phase->next.store(0, std::memory_order_relaxed);
+        phase->num_done.store(0, std::memory_order_relaxed);
+    }
+    const size_t first = next_phase(phases, 0);
+    Step step{pool, kernels, phases, times_ns, {first}, first, times_ns ? now_ns() : 0};
+    pool.run(work_on, &step);
 }
 
 void LinearPhase::prepare(int num_threads) {

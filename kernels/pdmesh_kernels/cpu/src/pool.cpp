@@ -17,6 +17,8 @@ namespace {
 // About 50 us: longer than any wait of an undisturbed step and than a sleeper takes to come back, which would else have put the next
 // one to sleep; shorter than what a thread that lost its core is away.
 constexpr int SPINS = 1000;
+// Longer than what the last pieces of a phase take one thread more than another.
+constexpr int FEW_SPINS = 100;
 
 void futex(std::atomic<uint32_t> *word, int operation, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t *>(word), operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
@@ -24,11 +26,16 @@ void futex(std::atomic<uint32_t> *word, int operation, uint32_t value) {
 
 }  // namespace
 
-void pdm_pool::Word::wait_while(uint32_t old) {
-    for (int spin = 0; spin < SPINS; spin++) {
-        if (value.load(std::memory_order_acquire) != old) return;
+bool pdm_pool::Word::changes_within(uint32_t old, int spins) const {
+    for (int spin = 0; spin < spins; spin++) {
+        if (value.load(std::memory_order_acquire) != old) return true;
         _mm_pause();
     }
+    return false;
+}
+
+void pdm_pool::Word::wait_while(uint32_t old) {
+    if (changes_within(old, SPINS)) return;
     sleepers.fetch_add(1);
     while (value.load() == old) futex(&value, FUTEX_WAIT, old);
     sleepers.fetch_sub(1);
@@ -57,24 +64,20 @@ pdm_pool::pdm_pool(int num_threads, const int *cpus) : num_threads_(num_threads)
 
 pdm_pool::~pdm_pool() { stop(); }
 
-void pdm_pool::run(void (*function)(void *context, int thread), void *context) {
-    function_ = function;
-    context_ = context;
-    if (num_threads_ > 1) job_.advance();
-    function(context, 0);
-    wait_for_all();
+void pdm_pool::run(Function function, void *context) {
+    if (num_threads_ > 1) {
+        function_ = function;
+        context_ = context;
+        is_open_.store(true);
+        turn();
+    }
+    for (uint32_t turns = num_turns(); !function(context, 0); turns = num_turns()) turn_.wait_while(turns);
+    if (num_threads_ == 1) return;
+    is_open_.store(false);
+    for (uint32_t turns = num_turns(); num_inside_.load(); turns = num_turns()) turn_.wait_while(turns);
 }
 
-void pdm_pool::wait_for_all() {
-    if (num_threads_ == 1) return;
-    const uint32_t phase = phase_.value.load();
-    if (num_arrived_.fetch_add(1) + 1 == num_threads_) {
-        num_arrived_.store(0);
-        phase_.advance();
-    } else {
-        phase_.wait_while(phase);
-    }
-}
+bool pdm_pool::turns_soon(uint32_t num_turns) const { return turn_.changes_within(num_turns, FEW_SPINS); }
 
 void pdm_pool::live(int thread, int cpu) {
     pthread_setname_np(pthread_self(), "pdm-cpu");
@@ -85,17 +88,26 @@ void pdm_pool::live(int thread, int cpu) {
         // A core that is gone or forbidden: the thread runs anywhere, as without pinning.
         pthread_setaffinity_np(pthread_self(), sizeof only, &only);
     }
-    for (uint32_t job = 0;; job++) {
-        job_.wait_while(job);
-        if (is_stopping_) return;
-        function_(context_, thread);
-        wait_for_all();
+    for (uint32_t turns = 0;;) {
+        turn_.wait_while(turns);
+        if (is_stopping_.load()) return;
+        turns = num_turns();
+        help(thread);
     }
 }
 
+void pdm_pool::help(int thread) {
+    // Most turns are of a job that has ended; who counted itself in then would have to tell of its leaving, which is a turn again.
+    if (!is_open_.load()) return;
+    num_inside_.fetch_add(1);
+    if (is_open_.load()) function_(context_, thread);
+    // The caller may have closed the job meanwhile, and wait for the last one to leave.
+    if (num_inside_.fetch_sub(1) == 1 && !is_open_.load()) turn();
+}
+
 void pdm_pool::stop() {
-    is_stopping_ = true;
-    job_.advance();
+    is_stopping_.store(true);
+    turn();
     for (std::thread &thread : threads_) thread.join();
     for (void *memory : scratch_) free(memory);
 }
