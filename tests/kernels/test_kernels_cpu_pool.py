@@ -23,6 +23,10 @@ def run_s(task: Path) -> float:
     return int((task / "schedstat").read_text().split()[0]) / 1e9
 
 
+def turns_on_a_core(task: Path) -> int:
+    return int((task / "schedstat").read_text().split()[2])
+
+
 class Angles:
     """A small operation with pieces for several threads."""
 
@@ -79,6 +83,24 @@ def test_more_threads_than_cores_compute_the_same(library: Library, angles: Angl
     with closing(Pool(library, 2 * (os.cpu_count() or 1) + 1)) as pool:
         for _ in range(50):
             np.testing.assert_allclose(angles.run(pool), angles.wanted, atol=1e-4)
+
+
+def test_a_thread_that_has_no_core_is_not_waited_for(library: Library, before: set[int], angles: Angles) -> None:
+    allowed, num_runs = os.sched_getaffinity(0), 50
+    core = min(allowed)
+    with closing(Pool(library, 2, [core, core])) as pool:
+        angles.run(pool)
+        ((thread, task),) = ((key, task) for key, task in library_threads().items() if key not in before)
+        # It has the core only while the caller sleeps, which would have to be in each run.
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        os.sched_setaffinity(0, {core})
+        try:
+            num_turns = turns_on_a_core(task)
+            for _ in range(num_runs):
+                np.testing.assert_allclose(angles.run(pool), angles.wanted, atol=1e-4)
+            assert turns_on_a_core(task) - num_turns < num_runs / 2
+        finally:
+            os.sched_setaffinity(0, allowed)
 
 
 def test_threads_are_where_and_as_nice_as_they_were_asked_to_be(

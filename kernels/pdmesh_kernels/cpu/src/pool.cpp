@@ -24,6 +24,16 @@ void futex(std::atomic<uint32_t> *word, int operation, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t *>(word), operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
 }
 
+void place(pthread_t thread, int cpu) {
+    pthread_setname_np(thread, "pdm-cpu");
+    if (cpu < 0) return;
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(cpu, &only);
+    // A core that is gone or forbidden: the thread runs anywhere, as without pinning.
+    pthread_setaffinity_np(thread, sizeof only, &only);
+}
+
 }  // namespace
 
 bool pdm_pool::Word::changes_within(uint32_t old, int spins) const {
@@ -54,8 +64,10 @@ pdm_pool::pdm_pool(int num_threads, const int *cpus) : num_threads_(num_threads)
             scratch_.push_back(memory);
         }
         threads_.reserve(size_t(num_threads));
-        for (int thread = 1; thread < num_threads; thread++)
-            threads_.emplace_back(&pdm_pool::live, this, thread, cpus ? cpus[thread] : -1);
+        for (int thread = 1; thread < num_threads; thread++) {
+            threads_.emplace_back(&pdm_pool::live, this, thread);
+            place(threads_.back().native_handle(), cpus ? cpus[thread] : -1);
+        }
     } catch (...) {
         stop();
         throw;
@@ -79,15 +91,7 @@ void pdm_pool::run(Function function, void *context) {
 
 bool pdm_pool::turns_soon(uint32_t num_turns) const { return turn_.changes_within(num_turns, FEW_SPINS); }
 
-void pdm_pool::live(int thread, int cpu) {
-    pthread_setname_np(pthread_self(), "pdm-cpu");
-    if (cpu >= 0) {
-        cpu_set_t only;
-        CPU_ZERO(&only);
-        CPU_SET(cpu, &only);
-        // A core that is gone or forbidden: the thread runs anywhere, as without pinning.
-        pthread_setaffinity_np(pthread_self(), sizeof only, &only);
-    }
+void pdm_pool::live(int thread) {
     for (uint32_t turns = 0;;) {
         turn_.wait_while(turns);
         if (is_stopping_.load()) return;

@@ -44,7 +44,7 @@ struct pdm_pool {
         void wait_while(uint32_t old);
         void advance();
     };
-    void live(int thread, int cpu);
+    void live(int thread);
     void help(int thread);
     void stop();
 
