@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -210,6 +211,14 @@ def test_where_there_can_be_no_second_agent_the_first_reads_all(scene: Scene, ca
         # For a thread that would try it again.
         time.sleep(0.01)
     assert num_tried == 1
+
+
+def test_reads_go_on_where_no_thread_can_be_started_any_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    scene.join()
 
 
 @pytest.mark.skipif(missing("nixl") != "", reason=missing("nixl"))

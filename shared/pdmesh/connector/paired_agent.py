@@ -54,7 +54,8 @@ class PairedAgent(WritingAgent):
         """Of the peers that the second agent may be told of."""
         self._joined: dict[str, Future[str]] = {}
         """What it calls those that it was told of, once it has taken them in."""
-        self._begun: Future[str] | Future[None] | None = None
+        # Now, so that no read finds later that there can be no thread.
+        self._begun: Future[str] | Future[None] = self._thread.submit(_nothing)
         """The last that the thread was given to do besides reads."""
         self._copies: dict[int, list[_Part]] = {}
         self._handles = itertools.count(1)
@@ -85,7 +86,7 @@ class PairedAgent(WritingAgent):
             return self._noted(_Part(self._first, self._first.read(local, remote, peer)))
         joined = self._joined.get(peer)
         # Nor is it waited for what the thread does for another peer.
-        if joined is not None and self._begun is not None and self._begun.done() and self._has_joined(peer, joined):
+        if joined is not None and self._begun.done() and self._has_joined(peer, joined):
             return self._read_shared(local, remote, peer, joined.result())
         part = _Part(self._first, self._first.read(local, remote, peer))
         if joined is None and part.seen() is CopyState.DONE:
@@ -163,6 +164,10 @@ class PairedAgent(WritingAgent):
         if joined.exception() is None and self._second is not None:
             with self._lock:
                 self._second.remove_peer(joined.result())
+
+
+def _nothing() -> None:
+    pass
 
 
 def _release(parts: list[_Part]) -> None:
