@@ -18,7 +18,9 @@ POLL_S = 0.01
 
 
 class Client:
-    """One streamed completion, read in a thread. It asks at the next of `addresses` when its connection ended too soon."""
+    """One streamed completion, read in a thread. It asks at the next of `addresses` when its connection ended too soon: give it
+    more than one only where a proxy is taken from it, else a stream that was cut short would be hidden.
+    """
 
     def __init__(self, addresses: list[tuple[str, int]], body: dict[str, Any], *, timeout_s: float) -> None:
         self._addresses = addresses

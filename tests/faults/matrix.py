@@ -169,6 +169,14 @@ def required(cell: Cell) -> frozenset[Answer]:
     return _ALONE.get((cell.row, cell.column), RIGHT)
 
 
+def loses_the_proxy(cell: Cell) -> bool:
+    """Whether the fault takes the proxy from the client at this moment, who then asks at the other one if there is one.
+
+    Everywhere else a connection that ends without the stream's end mark is a failure, however many proxies live.
+    """
+    return Answer.BROKEN in _ALONE.get((cell.row, cell.column), RIGHT)
+
+
 def evidence(cell: Cell) -> tuple[str, ...]:
     """Words of which the route or the error must have one: the fault was met and seen, and tokens are not right by luck."""
     # Of a pull over gRPC that is under way, all may have left the owner's memory before it was damaged.

@@ -50,9 +50,11 @@ class Node:
         self._pool_shape: tuple[int, int] | None = None
         self._frozen: list[psutil.Process] = []
         self._started: mesh.Service | subprocess.Popen[bytes] | None = None
+        self._was_ended = False
 
     def start(self, *prefix: str) -> None:
         """Start it, executed by the command `prefix`; `wait_ready` waits."""
+        self._was_ended = False
         self._started = self._spawn(prefix)
 
     def wait_ready(self) -> None:
@@ -76,6 +78,11 @@ class Node:
     @property
     def is_alive(self) -> bool:
         return self._started is not None and self.process.poll() is None
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it is gone and nobody here ended it."""
+        return self._started is not None and not self._was_ended and self.process.poll() is not None
 
     @property
     def log(self) -> str:
@@ -102,6 +109,7 @@ class Node:
     def kill(self) -> None:
         """SIGKILL to the service itself; what it has started must die with it."""
         children = self._all()[1:]
+        self._was_ended = True
         self.process.kill()
         self.process.wait()
         self._close()
@@ -111,6 +119,7 @@ class Node:
         self._frozen = []
 
     def terminate(self) -> None:
+        self._was_ended = True
         self.process.send_signal(signal.SIGTERM)
 
     def wait_ended(self) -> None:

@@ -82,7 +82,7 @@ def _cell(row: Row, column: Column, policy: Policy, latest: dict[str, dict[str, 
     found = [latest[cell.name] for cell in cells if cell.name in latest]
     if not found:
         return "not run"
-    answers = list(dict.fromkeys(each["answer"] or "not reached" for each in found))
+    answers = list(dict.fromkeys(each["answer"] or _without_answer(each) for each in found))
     text = f"{', '.join(answers)} {max(each['answer_s'] for each in found):.1f} + {max(each['held_s'] for each in found):.1f} s"
     if not all(each["passed"] for each in found):
         text = f"**failed** ({text})"
@@ -90,6 +90,10 @@ def _cell(row: Row, column: Column, policy: Policy, latest: dict[str, dict[str, 
         text += f"; {len(cells) - len(found)} of {len(cells)} connectors not run"
     others = sorted(required(cells[0]) - {Answer.RIGHT, Answer.LEFT})
     return text + (f"<br>may be {', '.join(others)}" if others else "")
+
+
+def _without_answer(result: dict[str, Any]) -> str:
+    return "no answer" if result.get("reached") else "not reached"
 
 
 def _reasons() -> Iterator[str]:
@@ -106,12 +110,16 @@ def _reasons() -> Iterator[str]:
 def _failures(run: list[dict[str, Any]]) -> Iterator[str]:
     failures = [each for each in run if not each["passed"]]
     again = [each for each in run if each["passed"] and each["failed"]]
+    missed = [each for each in run if each.get("tries")]
     if failures:
         yield from ("", "## Failed", "")
         yield from (f"- {each['cell']}: {_one_line(each['fault'])}" for each in failures)
     if again:
         yield from ("", "## Passed only when tried again", "")
         yield from (f"- {each['cell']}: {each['failed']} earlier tries of that day did not" for each in again)
+    if missed:
+        yield from ("", "## Reached only when tried again", "")
+        yield from (f"- {each['cell']}: {_one_line('; '.join(each['tries']))}" for each in missed)
 
 
 def _one_line(text: str) -> str:

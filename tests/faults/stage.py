@@ -147,15 +147,20 @@ class Stage:
             held |= {f"{node.name} {name}": metrics[name] for name in HELD if metrics.get(name)}
         return held
 
-    def defects(self) -> dict[str, float]:
-        """Counters of our own faults, over all nodes that answer."""
-        return {
+    def defects(self) -> str:
+        """What broke by itself: counters of our own faults, over all nodes that answer, and nodes that nobody ended. Empty:
+        nothing.
+        """
+        if dead := [node.name for node in self.nodes if node.has_died]:
+            return f"nobody ended {', '.join(dead)}"
+        counted = {
             f"{node.name} {name}": value
             for node in self.nodes
             if serves_http(node)
             for name, value in node.metrics().items()
             if name in DEFECTS and value
         }
+        return f"defects were counted: {counted}" if counted else ""
 
     def wait_nothing_held(self, nodes: list[Node]) -> float:
         """Seconds until the nodes held nothing. Raises AssertionError, naming what is left, after one lease."""

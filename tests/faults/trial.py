@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import httpx
 from faults.client import Client
 from faults.columns import NUM_TOKENS, Scene, reach
 from faults.injections import inject, prepare
-from faults.matrix import Answer, Cell, evidence, required
+from faults.matrix import Answer, Cell, evidence, loses_the_proxy, required
 from faults.stage import DEADLINE_S, Stage
 
 PROMPT_TOKENS = 600
@@ -22,6 +22,8 @@ CLIENT_GRACE_S = 5.0
 MAX_TRIES = 3
 MISSED = (AssertionError, OSError, httpx.HTTPError)
 """What a check or a call raises that did not come to what it should."""
+NEVER_BEFORE = (Answer.WRONG, Answer.BROKEN, Answer.OTHER)
+"""What a client has not got before anything was done to the mesh, whatever holds its request up."""
 RightTokens = Callable[[dict[str, Any]], list[int]]
 """What the single engine answers to a request."""
 
@@ -32,8 +34,12 @@ class Result:
 
     cell: str
     passed: bool
+    reached: bool
+    """False: the moment could not be reached, which says nothing of the mesh."""
+    tries: tuple[str, ...] = ()
+    """What the tries before this one, which missed the moment, came to."""
     answer: str
-    """Empty: the moment could not be reached, which says nothing of the mesh."""
+    """Empty when the try ended before there was one."""
     told: str
     """The error's words."""
     route: str
@@ -60,18 +66,20 @@ def body_of(cell: Cell, number: int = 0) -> dict[str, Any]:
 
 
 def check(stage: Stage, cell: Cell, right_tokens: RightTokens, folder: Path) -> Result:
-    """Try a cell; again when its moment was missed, which a busy machine does."""
-    for number in range(MAX_TRIES):
-        body = body_of(cell, number)
+    """Try a cell; again when its moment was missed, which a busy machine does, and never for any other reason."""
+    missed: list[str] = []
+    while True:
+        body = body_of(cell, len(missed))
         result = attempt(stage, cell, body, right_tokens(body), folder)
-        if result.answer:
-            break
-    return result
+        if result.reached or len(missed) + 1 == MAX_TRIES:
+            return replace(result, tries=tuple(missed))
+        missed.append(result.fault)
 
 
 def attempt(stage: Stage, cell: Cell, body: dict[str, Any], expected: list[int], folder: Path) -> Result:
     """Try a cell once on a whole mesh, and mend the mesh."""
-    addresses = [(proxy.host, proxy.port) for proxy in stage.proxies]
+    proxies = stage.proxies if loses_the_proxy(cell) else stage.proxies[:1]
+    addresses = [(proxy.host, proxy.port) for proxy in proxies]
 
     def ask(extra_args: dict[str, Any]) -> Client:
         return Client(addresses, body | {"vllm_xargs": extra_args}, timeout_s=DEADLINE_S + CLIENT_GRACE_S)
@@ -81,9 +89,7 @@ def attempt(stage: Stage, cell: Cell, body: dict[str, Any], expected: list[int],
         prepare(scene, cell)
         reach(scene, cell.row, cell.column)
     except MISSED as exc:
-        scene.release(None)
-        stage.mend()
-        return _result(cell, scene, None, 0.0, f"not reached: {exc}")
+        return _missed(cell, scene, expected, f"not reached: {exc}")
     fault, held_s, answer = "", 0.0, None
     try:
         injected = inject(scene, cell)
@@ -97,9 +103,9 @@ def attempt(stage: Stage, cell: Cell, body: dict[str, Any], expected: list[int],
         elif (words := evidence(cell)) and not any(word in client.route + client.told for word in words):
             fault = f"nothing tells of {' or '.join(words)}"
         held_s = stage.wait_nothing_held(stage.nodes)
-        if defects := stage.defects():
-            fault = fault or f"defects were counted: {defects}"
+        fault = fault or stage.defects()
     except MISSED as exc:
+        # Whatever failed once the request was there is the mesh's doing: what an injection waits for, it must do.
         fault = fault or f"{type(exc).__name__}: {exc}"
     finally:
         scene.release(None)
@@ -110,11 +116,23 @@ def attempt(stage: Stage, cell: Cell, body: dict[str, Any], expected: list[int],
     return _result(cell, scene, answer, held_s, fault)
 
 
-def _result(cell: Cell, scene: Scene, answer: Answer | None, held_s: float, fault: str) -> Result:
+def _missed(cell: Cell, scene: Scene, expected: list[int], why: str) -> Result:
+    """What a try comes to that did not bring the request to its moment: nothing, unless something broke by itself."""
+    answer = scene.client.answer(expected) if scene.client else None
+    fault = scene.stage.defects() or (f"{answer} before the fault; {why}" if answer in NEVER_BEFORE else "")
+    scene.release(None)
+    scene.stage.mend()
+    return _result(cell, scene, answer if fault else None, 0.0, fault or why, reached=bool(fault))
+
+
+def _result(
+    cell: Cell, scene: Scene, answer: Answer | None, held_s: float, fault: str, *, reached: bool = True
+) -> Result:
     client = scene.client
     return Result(
         cell=cell.name,
         passed=not fault,
+        reached=reached,
         answer=answer or "",
         told=client.told[:300] if client else "",
         route=client.route if client else "",
