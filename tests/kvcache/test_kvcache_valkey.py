@@ -356,8 +356,9 @@ def test_server_that_refuses_writes_is_still_read(valkey: embedded_valkey.Embedd
             async with running_tier(valkey=valkey.url) as tier:
                 prefill.fill([0, 1], seed=2)
                 await prefill.store(tier, chain("refused", 2), [0, 1])
-                await tier.until("backing_writes_dropped_total", at_least(2), reason="failed")
+                await tier.until("backing_writes_dropped_total", at_least(2), reason="refused")
                 assert await tier.metric("backing_up") == 1
+                assert await tier.metric("backing_writable") == 0
                 assert (await tier.lookup(keys)).num_backing == 2
 
     asyncio.run(scenario())

@@ -110,6 +110,10 @@ class RunningTier:
         reply: pb.StatsReply = await self.stub.Stats(pb.StatsRequest(), timeout=5, metadata=self.metadata)
         return reply
 
+    async def health(self) -> dict[str, Any]:
+        answer: dict[str, Any] = (await self._http.get("/health")).json()
+        return answer
+
     async def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry `labels`."""
         text = (await self._http.get("/metrics")).text

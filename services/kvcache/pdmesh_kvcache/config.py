@@ -41,7 +41,8 @@ class KVCacheConfig(ServiceConfig):
     valkey: str = Field(default="", repr=False)
     """URL of Redis or Valkey: redis://[user:password@]host:port/db, rediss://… or unix:///path; empty: none."""
     valkey_required: bool = True
-    """Refuse to start while the server at `valkey` does not answer. If not, serve from the arena until it does."""
+    """Refuse to start while the server at `valkey` does not answer; one that can only be read, as with a full disk, will do.
+    If not, serve from the arena until it does."""
     valkey_ttl_s: int = Field(default=86400, ge=1, le=10 * 365 * 86400)
     """Seconds after which a block in Valkey expires unless it is written or fetched again."""
     valkey_max_bytes: int = Field(default=4 << 30, ge=1 << 16, le=1 << 50)

@@ -30,6 +30,9 @@ class Metrics:
         self.queued_stores = gauge("queued_stores", "Stores waiting to be pulled.")
         self.queued_writes = gauge("queued_writes", "Blocks waiting to be written to Redis or Valkey.")
         self.backing_up = gauge("backing_up", "1 while Redis or Valkey answers, else 0; 0 too when none is configured.")
+        self.backing_writable = gauge(
+            "backing_writable", "1 while Redis or Valkey takes writes, else 0; 0 too while down."
+        )
 
         self.lookups = counter("lookups", "Lookups answered.")
         self.lookup_blocks = counter("lookup_blocks", "Blocks asked for by lookups.")

@@ -130,7 +130,14 @@ def _watch(metrics: Metrics, arenas: ArenaSet, stores: Stores, writer: Writer) -
 
 def _http_app(metrics: Metrics, backing: Backing, arenas: ArenaSet) -> Starlette:
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok", "backing_up": backing.up, "layouts": len(arenas.hosts)})
+        return JSONResponse(
+            {
+                "status": "ok",
+                "backing_up": backing.up,
+                "backing_writable": backing.writable,
+                "layouts": len(arenas.hosts),
+            }
+        )
 
     async def show_metrics(request: Request) -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

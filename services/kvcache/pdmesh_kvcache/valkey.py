@@ -6,6 +6,7 @@ over-counts (what expired or was evicted by `maxmemory` leaves the book when its
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
@@ -16,7 +17,7 @@ import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, WatchError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, WatchError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from pdmesh.errors import ConfigError, PeerError, PeerUnavailable
@@ -107,7 +108,15 @@ SPARE_BYTES = 1024
 
 
 class ValkeyRefused(PeerError):
-    """The server is there but says no to this command (out of memory, read-only, wrong type)."""
+    """The server is there but says no to this command (no permission, wrong type)."""
+
+
+class ValkeyNotWritable(ValkeyRefused):
+    """The server is there and can be read, but takes no write now: its disk or its memory is full, or it is a replica."""
+
+
+# A disk that failed, no memory, a replica, too few replicas. What a script of ours was told comes after words of the script's.
+_NOT_WRITABLE = re.compile(r"\b(MISCONF|OOM|READONLY|NOREPLICAS)\b")
 
 
 class Valkey:
@@ -131,14 +140,17 @@ class Valkey:
         await self._client.aclose()
 
     async def ping(self) -> None:
-        """Return when the server answers."""
+        """Return when the server answers. Raises ValkeyNotWritable when it says that it takes no writes."""
         async with self._translated():
             await self._client.ping()
 
     async def require(self) -> None:
-        """Return when the server answers now; raises ConfigError with the remedies when it does not."""
+        """Return when the server answers now, be it only to reads; raises ConfigError with the remedies when it does not."""
         try:
             await self.ping()
+        except ValkeyNotWritable:
+            # Its disk may have room again at any time; `backing` tells meanwhile.
+            return
         except PeerError as exc:
             raise ConfigError(
                 f"valkey: {self.shown_url} cannot be used: {exc.message}; start it, fix --valkey, or pass "
@@ -178,7 +190,8 @@ class Valkey:
             await pipe.execute()
 
     async def refresh(self, sizes: dict[str, int]) -> None:
-        """Count values as just used: their time to live begins again and they are removed later."""
+        """Count values as just used: their time to live begins again and they are removed later. With none: a write that
+        changes nothing."""
         async with self._translated(), self._client.pipeline(transaction=False) as pipe:
             self._book(pipe, sizes)
             for name in sizes:
@@ -204,7 +217,13 @@ class Valkey:
         except (RedisConnectionError, RedisTimeoutError, OSError) as exc:
             raise PeerUnavailable(str(exc) or f"no answer within {self._timeout_s:g} s") from exc
         except RedisError as exc:
-            raise ValkeyRefused(str(exc)) from exc
+            raise (ValkeyNotWritable if _is_about_writing(exc) else ValkeyRefused)(str(exc)) from exc
+
+
+def _is_about_writing(exc: RedisError) -> bool:
+    # In front of its answer the client repeats our command.
+    answer = str(exc).rpartition("caused error: ")[2]
+    return isinstance(exc, ReadOnlyError | OutOfMemoryError) or _NOT_WRITABLE.search(answer) is not None
 
 
 def _make_client(config: KVCacheConfig, shown_url: str) -> "redis.Redis":

@@ -17,6 +17,7 @@ from pdmesh_kvcache.arena import Arena
 from pdmesh_kvcache.backing import Backing
 from pdmesh_kvcache.config import KVCacheConfig
 from pdmesh_kvcache.metrics import Metrics
+from pdmesh_kvcache.valkey import ValkeyNotWritable
 from pdmesh_kvcache.value import encode, storage_key, value_bytes
 
 
@@ -24,6 +25,8 @@ class WriteDrop(StrEnum):
     """Why a block was not written."""
 
     DOWN = "down"
+    REFUSED = "refused"
+    """The server is up and takes no writes now."""
     QUEUE_FULL = "queue_full"
     EVICTED = "evicted"
     TOO_LARGE = "too_large"
@@ -63,8 +66,8 @@ class Writer:
         """Queue held blocks; those beyond the bound are dropped and counted."""
         if not self._backing.exists:
             return
-        if not self._backing.up:
-            self._drop(WriteDrop.DOWN, len(keys))
+        if (reason := self._hindrance()) is not None:
+            self._drop(reason, len(keys))
             return
         room = max(0, self._config.max_queued_writes - len(self._queue))
         self._queue.extend(_Write(arena, key) for key in keys[:room])
@@ -121,19 +124,26 @@ class Writer:
         batch = self._take_batch()
         if not batch:
             return
-        if not self._backing.up:
-            self._drop(WriteDrop.DOWN, len(batch))
+        if (reason := self._hindrance()) is not None:
+            self._drop(reason, len(batch))
             return
         values = await self._encoded(batch)
         if not values:
             return
         try:
             await self._backing.write(values)
-        except PeerError:
+        except PeerError as exc:
             # The breaker has logged it.
-            self._drop(WriteDrop.FAILED, len(values))
+            refused = isinstance(exc, ValkeyNotWritable)
+            self._drop(WriteDrop.REFUSED if refused else WriteDrop.FAILED, len(values))
         else:
             self._metrics.writes.inc(len(values))
+
+    def _hindrance(self) -> WriteDrop | None:
+        """Why nothing can be written now; None when something may be."""
+        if not self._backing.up:
+            return WriteDrop.DOWN
+        return None if self._backing.writable else WriteDrop.REFUSED
 
     def _take_batch(self) -> list[_Write]:
         """Take blocks from the queue whose values fit one round trip, at least one."""
