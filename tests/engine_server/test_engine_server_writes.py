@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,10 +15,11 @@ import pytest
 
 from pdmesh.engine.server.orderly_writes import OrderlyWrites
 from pdmesh.engine.server.requests import RequestTable
-from pdmesh.engine.server.servicer import EngineServicer
-from pdmesh.engine.server.sessions import Broken, Session
+from pdmesh.engine.server.servicer import EngineServicer, _write_frames
+from pdmesh.engine.server.sessions import Broken, Session, Sessions
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
+from pdmesh.protocol.messages import ChoiceDelta
 from pdmesh.security import MeshSecret
 from pdmesh.servers import grpc_server
 from support.engines import SECRET as ENGINES_SECRET
@@ -63,14 +65,17 @@ def test_writer_cancelled_in_a_write_harms_no_other_and_not_the_end(
 
 
 class Breaking:
-    """A stream whose connection breaks in the middle of a write."""
+    """A stream whose connection is slow, and breaks in the middle of a write."""
 
-    def __init__(self) -> None:
-        self.broken = asyncio.Event()
+    def __init__(self, *, fails: bool = True) -> None:
+        self.begun, self.broken = asyncio.Event(), asyncio.Event()
+        self._fails = fails
 
     async def write(self, message: object) -> None:
+        self.begun.set()
         await self.broken.wait()
-        raise ConnectionError("the connection broke")
+        if self._fails:
+            raise ConnectionError("the connection broke")
 
 
 def test_write_that_fails_after_its_writer_was_cancelled_is_not_logged_as_one_that_nobody_saw() -> None:
@@ -93,6 +98,37 @@ def test_write_that_fails_after_its_writer_was_cancelled_is_not_logged_as_one_th
 
     asyncio.run(go())
     assert not logged
+
+
+@pytest.mark.parametrize("breaks", ["written", "broken", "cancelled"])
+def test_offers_of_a_frame_that_could_not_be_written_are_released_with_its_session(breaks: str) -> None:
+    """What was taken out to be written was no session's any more, and held prefill's blocks until its lease was over."""
+    released: list[bytes] = []
+
+    async def go() -> None:
+        unused: Any = None
+        handoff: Any = SimpleNamespace(release_ticket=released.append)
+        expectations: Any = SimpleNamespace(session_closed=lambda session: None)
+        table = RequestTable()
+        sessions = Sessions(table=table, endings=unused, handoff=handoff, expectations=expectations, metrics=unused)
+        session, stream = sessions.open("session"), Breaking(fails=breaks == "broken")
+        writes = OrderlyWrites(stream)  # type: ignore[arg-type]
+        writer = asyncio.create_task(_write_frames(session, writes))
+        session.put(ChoiceDelta(request_id="r", choice=0, token_ids=[1], ticket=b"first"))
+        await asyncio.wait_for(stream.begun.wait(), 5)
+        session.put(ChoiceDelta(request_id="r", choice=0, token_ids=[1], ticket=b"second"))
+        if breaks == "cancelled":
+            writer.cancel()
+        else:
+            session.finish()
+            stream.broken.set()
+        await asyncio.wait([writer], timeout=5)
+        sessions.close("session", session)
+        stream.broken.set()
+        await writes.settle()
+
+    asyncio.run(go())
+    assert released == ([] if breaks == "written" else [b"first", b"second"])
 
 
 @pytest.mark.parametrize("name", ["Generate", "Control"])

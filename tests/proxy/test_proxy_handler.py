@@ -10,6 +10,7 @@ import pytest
 
 from pdmesh.errors import InvalidRequest, Overloaded, PeerUnavailable, TooLarge
 from pdmesh.openai.generator import TokenRequest
+from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.messages import GenerateRequest, SamplingParams
 from pdmesh_proxy import handler
 from pdmesh_proxy.endpoint import Endpoint
@@ -156,6 +157,75 @@ def test_a_ticket_that_comes_after_its_client_left_is_given_back() -> None:
             hold.set()
             await until(lambda: prefill.offers.released)
             assert not prefill.offers.open
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ends", ["client leaves", "deadline"])
+def test_an_offer_whose_ticket_nobody_has_read_is_renewed_and_given_back_with_its_request(ends: str) -> None:
+    """It lay in the buffer of a client that did not read, unknown to all: a slow client lost its KV with the lease, and one that
+    left kept prefill's blocks, and its drain, until then."""
+
+    async def scenario() -> None:
+        prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+        async with fake_mesh(prefill, decode) as mesh:
+            stream = mesh.generator.generate(token_request(n=2, deadline_s=0.5 if ends == "deadline" else 10.0))
+            await anext(stream)
+            await until(lambda: len(prefill.offers.renewed) >= 2)
+            assert not decode.requests
+            if ends == "client leaves":
+                await stream.aclose()
+            await until(lambda: prefill.offers.released)
+            assert not prefill.offers.open
+            await stream.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_client_that_reads_on_gets_all_from_the_offer_that_waited_for_it() -> None:
+    async def scenario() -> None:
+        prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+        async with fake_mesh(prefill, decode) as mesh:
+            request = token_request(n=2)
+            stream = mesh.generator.generate(request)
+            deltas = [await anext(stream)]
+            await until(lambda: len(prefill.offers.renewed) >= 2)
+            deltas += [delta async for delta in stream]
+            assert [tokens_of(deltas, choice) for choice in (0, 1)] == [
+                expected_tokens(PROMPT, 8, choice) for choice in (0, 1)
+            ]
+            assert request.trace.kv_source == "shm"
+            await until(lambda: prefill.offers.released)
+            assert len(prefill.offers.released) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_ticket_for_a_leg_that_was_given_up_is_given_back_although_the_client_has_not_read_of_it() -> None:
+    goes_on = asyncio.Event()
+
+    class TicketLater(FakeEngine):
+        """Its second choice's token, and the ticket with it, come when they may, whatever is aborted."""
+
+        async def _steps(self, request: GenerateRequest, frames: asyncio.Queue[pb.StepFrame], facts: Any) -> None:
+            tokens: dict[int, list[int]] = {0: [], 1: []}
+            deltas = [
+                self._delta(request, choice, *self._advance(request, choice, tokens[choice]), {}) for choice in (0, 1)
+            ]
+            frames.put_nowait(self._frame(request, deltas[0]))
+            await goes_on.wait()
+            frames.put_nowait(self._frame(request, self._with_ticket(request, deltas[1], tokens)))
+
+    async def scenario() -> None:
+        prefill = TicketLater("prefill", behaviour=Behaviour(heed_aborts=False))
+        async with fake_mesh(prefill, FakeEngine("decode")) as mesh:
+            stream = mesh.generator.generate(token_request(n=2, deadline_s=0.3))
+            await anext(stream)
+            await until(lambda: prefill.aborts)
+            goes_on.set()
+            await until(lambda: prefill.offers.released)
+            assert not prefill.offers.open
+            await stream.aclose()
 
     asyncio.run(scenario())
 

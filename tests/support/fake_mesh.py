@@ -68,7 +68,7 @@ async def proxy_over(
     registry = CollectorRegistry()
     metrics = ProxyMetrics(registry)
     async with Cluster(config, secret=SECRET, metrics=metrics) as cluster:
-        generator = MeshGenerator(cluster, config=config, secret=SECRET, metrics=metrics)
+        generator = MeshGenerator(cluster, config=config, metrics=metrics)
         yield FakeMesh(generator, cluster, registry)
 
 

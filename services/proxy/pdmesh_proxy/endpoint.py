@@ -140,10 +140,6 @@ class Endpoint:
         else:
             log.info("%s is used again", self.address)
 
-    def hold(self, offer: HeldOffer) -> None:
-        """Renew an offer of this engine until it is released."""
-        self._offers.hold(offer)
-
     def keep(self, offer: HeldOffer) -> bool:
         """Hold an offer a while longer although decode has its KV; False when that is not wanted."""
         if self._connected is None or not self._settings.keep_offers_s or not can_keep(self._connected.control.load):

@@ -6,6 +6,7 @@ on it is told so, and the endpoint opens a new session.
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -30,11 +31,13 @@ from pdmesh_proxy.control_stream import ControlStream
 from pdmesh_proxy.grpc_errors import translated
 from pdmesh_proxy.metrics import ProxyMetrics
 from pdmesh_proxy.nonsense import nonsense
-from pdmesh_proxy.offers import HeldOffers
+from pdmesh_proxy.offers import HeldOffer, HeldOffers
 from pdmesh_proxy.stream import ALL_CHOICES, Leg, LegEnd
 
 if TYPE_CHECKING:
     from pdmesh.protocol.mesh_pb2_grpc import EngineAsyncStub
+
+log = logging.getLogger(__name__)
 
 SESSION_METADATA_KEY = "pdmesh-session"
 # Requests are gathered into one frame up to about this many token ids, well below GRPC_MAX_MESSAGE_BYTES.
@@ -203,8 +206,12 @@ class EngineSession:
     def _put(self, leg: Leg, delta: ChoiceDelta) -> None:
         if problem := nonsense(delta, self.info.vocab_size):
             leg.give_up(PeerUnavailable(f"engine {self.info.engine_id} at {self.address} is not well: {problem}"))
-        else:
-            leg.put(delta)
+            self._give_back(delta.ticket)
+        elif not leg.put(delta):
+            self._give_back(delta.ticket)
+        elif delta.ticket:
+            # From now on: its lease runs while a slow client has not read of it.
+            leg.unread_offer = self._hold(delta.ticket)
 
     async def _write_data(self) -> NoReturn:
         while True:
@@ -240,11 +247,28 @@ class EngineSession:
         it is said again.
         """
         if message.ticket:
-            with contextlib.suppress(MeshError):
-                self._offers.release_unheld(unseal(message.ticket, self._secret).offer_id)
-                self.control.wake()
+            self._give_back(message.ticket)
         elif not message.finish_reason and not message.HasField("error"):
             self.control.abort(message.request_id, ALL_CHOICES)
+
+    def _hold(self, sealed: bytes) -> HeldOffer | None:
+        """Renew an offer until it is released; None for a ticket that cannot be used."""
+        try:
+            ticket = unseal(sealed, self._secret)
+        except MeshError as error:
+            # The request goes on without it, as if prefill had made none.
+            log.warning("a ticket of %s cannot be used: %s", self.info.engine_id, error.message)
+            return None
+        offer = HeldOffer(offer_id=ticket.offer_id, ticket=sealed, peer_id=ticket.peer_id)
+        self._offers.hold(offer)
+        return offer
+
+    def _give_back(self, sealed: bytes) -> None:
+        """Release the offer of a ticket that nobody reads; there may be none."""
+        if sealed:
+            with contextlib.suppress(MeshError):
+                self._offers.release_unheld(unseal(sealed, self._secret).offer_id)
+                self.control.wake()
 
     # ---- what legs and the beat report ---------------------------------------------------------
 
@@ -260,6 +284,8 @@ class EngineSession:
         self.num_sequences -= len(leg.request.choices)
         if not leg.started:
             self.waiting_tokens -= len(leg.request.token_ids)
+        if (offer := leg.take_offer()) is not None and self._offers.release(offer):
+            self.control.wake()
         if end is LegEnd.ABORT:
             self.control.abort(leg.request.request_id, ALL_CHOICES)
 

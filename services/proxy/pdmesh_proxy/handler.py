@@ -24,12 +24,9 @@ from pdmesh.errors import (
 )
 from pdmesh.openai.generator import Generator, ModelCard, TokenRequest
 from pdmesh.protocol.messages import ChoiceDelta
-from pdmesh.protocol.ticket import unseal
-from pdmesh.security import MeshSecret
 from pdmesh_proxy.cluster import Cluster
 from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.metrics import ProxyMetrics
-from pdmesh_proxy.offers import HeldOffer
 from pdmesh_proxy.prefix_index import PrefixIndex
 from pdmesh_proxy.pushes import HeldExpectation, expect, pays
 from pdmesh_proxy.router import DEGRADED, Decision, Reason, has_help, route
@@ -48,8 +45,8 @@ STATUS_DEFECT = 500
 class MeshGenerator(Generator):
     """Serves token requests with the engines of a cluster."""
 
-    def __init__(self, cluster: Cluster, *, config: ProxyConfig, secret: MeshSecret, metrics: ProxyMetrics) -> None:
-        self._cluster, self._config, self._secret, self._metrics = cluster, config, secret, metrics
+    def __init__(self, cluster: Cluster, *, config: ProxyConfig, metrics: ProxyMetrics) -> None:
+        self._cluster, self._config, self._metrics = cluster, config, metrics
         self._created_s = int(time.time())
         self._index = PrefixIndex(config.prefix_index_entries)
         self._running: dict[str, RunningRequest] = {}
@@ -224,21 +221,11 @@ class MeshGenerator(Generator):
         if computed_here or delta.kv_committed:
             self._index.record(run.prefix_keys, current.engine.peer_id)
         if delta.ticket:
-            self._hold(run, delta.ticket)
+            if (offer := current.leg.take_offer()) is not None:
+                run.hold(offer, current.endpoint)
             if run.wants_prefill:
                 run.note_return("prefill")
         return run.accept(delta)
-
-    def _hold(self, run: RunningRequest, sealed: bytes) -> None:
-        assert run.current is not None
-        try:
-            ticket = unseal(sealed, self._secret)
-        except MeshError as error:
-            # The request goes on without it, as if prefill had made none.
-            log.warning("a ticket of %s cannot be used: %s", run.current.engine.engine_id, error.message)
-            return
-        offer = HeldOffer(offer_id=ticket.offer_id, ticket=sealed, peer_id=ticket.peer_id)
-        run.hold(offer, run.current.endpoint)
 
     def _retry_or_raise(self, run: RunningRequest, kind: LegKind, engine: EngineView, error: MeshError) -> None:
         """Prepare the next attempt after a leg failed, or end the request with the leg's error."""

@@ -233,9 +233,8 @@ class RunningRequest:
         )
 
     def hold(self, offer: HeldOffer, endpoint: Endpoint) -> None:
-        """Own an offer until `release_offer`."""
+        """Own an offer, which is renewed already, until `release_offer`."""
         self.offer, self._offer_endpoint = offer, endpoint
-        endpoint.hold(offer)
 
     def _keep_offer(self) -> None:
         """Decode has the KV: keep it where it came from too while that costs nobody anything, else give it back."""
@@ -299,6 +298,10 @@ class RunningRequest:
             self.final_error = error
             if self.current is not None:
                 self.current.leg.give_up(error)
+                if (unread := self.current.leg.take_offer()) is not None:
+                    self.current.endpoint.release(unread)
+            # Now: a client that does not read keeps the request here for as long as it likes.
+            self.release_offer()
             if self._wait is not None and not self._wait.expired():
                 self._wait.reschedule(self._loop.time())
 

@@ -33,7 +33,7 @@ async def serve(config: ProxyConfig, life: Life) -> None:
     registry = CollectorRegistry()
     metrics = ProxyMetrics(registry)
     async with Cluster(config, secret=secret, metrics=metrics) as cluster:
-        generator = MeshGenerator(cluster, config=config, secret=secret, metrics=metrics)
+        generator = MeshGenerator(cluster, config=config, metrics=metrics)
         app = create_app(generator=generator, text=text, config=config, role="proxy", registry=registry)
         async with serving(app, _listener(config)) as http:
             life.ready(http_port=http.port)

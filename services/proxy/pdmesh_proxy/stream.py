@@ -7,6 +7,7 @@ from enum import Enum
 
 from pdmesh.errors import MeshError, Overloaded, from_code
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
+from pdmesh_proxy.offers import HeldOffer
 
 ALL_CHOICES = -1
 # One frame may bring a token for each choice; room for some frames, or many choices would overflow with nobody slow.
@@ -53,6 +54,8 @@ class Leg:
         self._waiter: asyncio.Future[None] | None = None
         self.may_move: Callable[[], bool] = lambda: False
         """Whether another engine could go on with the request now."""
+        self.unread_offer: HeldOffer | None = None
+        """Held since its ticket came in; that of a delta which nobody has read yet, or ever does."""
         self._num_tokens = 0
         self._began_s = 0.0
         """When its first token came; monotonic."""
@@ -83,10 +86,15 @@ class Leg:
         deltas, self._deltas, self._num_buffered = self._deltas, [], 0
         return deltas
 
-    def put(self, delta: ChoiceDelta) -> None:
-        """Take one delta from the engine."""
+    def take_offer(self) -> HeldOffer | None:
+        """Own the offer of a ticket that was read; None where the ticket is of no use."""
+        offer, self.unread_offer = self.unread_offer, None
+        return offer
+
+    def put(self, delta: ChoiceDelta) -> bool:
+        """Take one delta from the engine; whether somebody may read it yet."""
         if self._error is not None or self._done:
-            return
+            return False
         if not self.started:
             self.started = True
             self._on_started(self)
@@ -95,7 +103,7 @@ class Leg:
             self.fail(
                 from_code(delta.error_code, delta.error_message, delta.error_param or None, self.request.request_id)
             )
-            return
+            return False
         self._deltas.append(delta)
         self._num_buffered += max(1, len(delta.token_ids))
         self._note_progress(delta)
@@ -103,6 +111,7 @@ class Leg:
             self.overflowed = True
             self.give_up(Overloaded(f"the client read too slowly: {self._num_buffered} tokens were waiting for it"))
         self._wake()
+        return True
 
     def ends_within(self, seconds: float) -> bool:
         """Whether it ends in time at its own rate; one that has no rate yet does not."""

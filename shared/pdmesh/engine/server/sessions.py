@@ -41,6 +41,8 @@ class Session(Sink):
         self._table = table
         self._unsent: list[ChoiceDelta] = []
         self._unsent_bytes = 0
+        self._taken: list[ChoiceDelta] = []
+        """The frame that is being written."""
         self._wake = asyncio.Event()
         self._finishing = False
 
@@ -58,7 +60,11 @@ class Session(Sink):
             self.broken.set_result(why)
 
     async def take(self) -> list[ChoiceDelta]:
-        """Wait for deltas and return a frame of them; empty when the proxy sends nothing more and is owed nothing."""
+        """Wait for deltas and return a frame of them; empty when the proxy sends nothing more and is owed nothing.
+
+        Whoever asks for a frame has written the one before.
+        """
+        self._taken = []
         while not self._unsent and not (self._finishing and not self._table.of(self)):
             self._wake.clear()
             await self._wake.wait()
@@ -67,6 +73,7 @@ class Session(Sink):
             num, num_bytes = _of_a_frame(self._unsent)
         taken, self._unsent = self._unsent[:num], self._unsent[num:]
         self._unsent_bytes -= num_bytes
+        self._taken = taken
         return taken
 
     def finish(self) -> None:
@@ -79,8 +86,9 @@ class Session(Sink):
         self._wake.set()
 
     def discard(self) -> list[ChoiceDelta]:
-        """Take back what was never sent."""
-        unsent, self._unsent = self._unsent, []
+        """Take back what was never sent, or not to its end: of a frame that broke off nobody knows who has it, and to whoever
+        has the ticket in it all the same its offer is one that has ended."""
+        unsent, self._taken, self._unsent = self._taken + self._unsent, [], []
         return unsent
 
 
