@@ -292,6 +292,7 @@ def test_a_ticket_that_was_sent_outlives_its_session() -> None:
         await core.prefill()
         (delta,) = await session.take()
         assert unseal(delta.ticket, MeshSecret(SECRET)).first_tokens == {0: [9]}
+        session.written()
         sessions.close("ending", session)
         assert core.released() == []
         assert engine.offers.num_open == 1

@@ -187,6 +187,7 @@ def _raise_undecodable(reader: asyncio.Task[None]) -> None:
 async def _write_frames(session: Session, writes: OrderlyWrites) -> None:
     while deltas := await session.take():
         await writes.write(pb.StepFrame(deltas=[delta_to_pb(delta) for delta in deltas]))
+        session.written()
 
 
 async def _messages(context: Context) -> AsyncIterator[Any]:

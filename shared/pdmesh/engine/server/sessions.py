@@ -60,11 +60,8 @@ class Session(Sink):
             self.broken.set_result(why)
 
     async def take(self) -> list[ChoiceDelta]:
-        """Wait for deltas and return a frame of them; empty when the proxy sends nothing more and is owed nothing.
-
-        Whoever asks for a frame has written the one before.
-        """
-        self._taken = []
+        """Wait for deltas and return a frame of them, for which `written` is due; empty when the proxy sends nothing more and is
+        owed nothing."""
         while not self._unsent and not (self._finishing and not self._table.of(self)):
             self._wake.clear()
             await self._wake.wait()
@@ -75,6 +72,10 @@ class Session(Sink):
         self._unsent_bytes -= num_bytes
         self._taken = taken
         return taken
+
+    def written(self) -> None:
+        """The frame that was taken is on its way."""
+        self._taken = []
 
     def finish(self) -> None:
         """The proxy sends no more requests."""
