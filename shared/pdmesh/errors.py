@@ -13,9 +13,11 @@
     │   ├── Draining           503, it is shutting down and takes nothing new
     │   ├── Preempted          503, it gave the request's KV blocks to others and asks for the KV to be computed elsewhere
     │   ├── TransferFailed     502, KV could not be fetched or failed its checks
-    │   └── HandshakeRefused   502, the two sides cannot exchange KV
+    │   ├── HandshakeRefused   502, the two sides cannot exchange KV
+    │   └── DamagedKV          502, tokens that were given out rest on KV that was damaged; never gone on with
     └── OwnError               this service cannot do it
         ├── Overloaded         503, a bound was hit; carries Retry-After
+        ├── EngineFault        502, this engine failed in computing it; another may not
         ├── DeadlineExceeded   504
         ├── InternalError      500
         └── ConfigError        start-up only: names the thing and the remedy
@@ -118,6 +120,10 @@ class HandshakeRefused(PeerError):
     pass
 
 
+class DamagedKV(PeerError):
+    retryable = False
+
+
 class OwnError(MeshError):
     pass
 
@@ -126,6 +132,11 @@ class Overloaded(OwnError):
     status = 503
     retryable = True
     openai_type = "Service Unavailable"
+
+
+class EngineFault(OwnError):
+    status = 502
+    retryable = True
 
 
 class DeadlineExceeded(OwnError):

@@ -173,3 +173,20 @@ def test_the_loop_goes_on_meanwhile(pool: KVPool, sums: PoolSums, monkeypatch: p
     loop: asyncio.AbstractEventLoop
     monkeypatch.setattr("pdmesh.connector.checksums.sum_blocks", waiting)
     asyncio.run(scene())
+
+
+def changed(sums: PoolSums, blocks: GroupBlocks) -> list[int]:
+    return [block_id for each in asyncio.run(sums.changed([blocks])) for block_id in each.block_ids]
+
+
+def test_only_blocks_that_changed_under_their_sum_are_damaged(pool: KVPool, sums: PoolSums) -> None:
+    blocks = listed(pool, [5, 0, 3, 4])
+    # The last is not full, and nothing is known of the one before it.
+    told(sums, listed(pool, [5, 0]), 32)
+    told(sums, listed(pool, [4], first_block=2), 40)
+    assert changed(sums, blocks) == []
+    pool.blocks[[5, 3, 4], 77] ^= 1
+    assert changed(sums, blocks) == [5]
+    write_block(pool, 5)
+    assert changed(sums, blocks) == []
+    assert changed(sums, listed(pool, [5, 0, 3, 4])) == []

@@ -181,7 +181,7 @@ def test_kv_that_led_to_nan_is_not_handed_on() -> None:
     core.backend.nan_tokens = {7}
     core.add(prompt, n=2, max_tokens=1)
     core.run()
-    assert [core.deltas_of(choice=choice)[-1].error_code for choice in (0, 1)] == ["InternalError"] * 2
+    assert [core.deltas_of(choice=choice)[-1].error_code for choice in (0, 1)] == ["EngineFault"] * 2
     # The second computed all of it itself.
     assert [step.context_len.tolist() for step in core.backend.steps] == [[0], [4], [0], [4]]
 

@@ -196,7 +196,7 @@ def test_nan_logits_end_one_choice_and_are_not_cached() -> None:
     core.add(bad, "bad", max_tokens=1)
     core.add(good, "good", max_tokens=1)
     core.run()
-    assert core.deltas_of("bad")[-1].error_code == "InternalError"
+    assert core.deltas_of("bad")[-1].error_code == "EngineFault"
     assert core.tokens("good") == expected_tokens(good, 1)
     assert core.outputs[-1].stats.nan_requests == 1
     core.backend.nan_tokens = set()
@@ -211,7 +211,7 @@ def test_a_failed_step_ends_its_requests_and_nothing_else() -> None:
     core.add(prompt_of(5), "bad")
     core.run()
     [delta] = core.deltas_of("bad")
-    assert (delta.finish_reason, delta.error_code) == ("error", "InternalError")
+    assert (delta.finish_reason, delta.error_code) == ("error", "EngineFault")
     assert "on fire" in delta.error_message
     assert core.num_used == 0
     core.add(prompt_of(5), "good")
@@ -331,7 +331,7 @@ def test_a_row_that_cannot_be_sampled_ends_alone(wrong: dict[str, float], monkey
     for index in range(4):
         core.add(prompt_of(6 + index), f"bad{index}", **wrong)
     core.run()
-    assert {core.deltas_of(f"bad{index}")[-1].error_code for index in range(4)} == {"InternalError"}
+    assert {core.deltas_of(f"bad{index}")[-1].error_code for index in range(4)} == {"EngineFault"}
     assert core.tokens("good") == expected_tokens(prompt_of(5), 8)
     assert core.num_used == 0
 

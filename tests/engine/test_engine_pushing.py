@@ -7,6 +7,7 @@ import pytest
 from pdmesh.connector.base import PullResult
 from pdmesh.engine.push_messages import INVALID, BeginPush, PushReport
 from pdmesh.engine.pushing import RESET, Pushing
+from pdmesh.errors import EngineFault
 from support.core_harness import CoreHarness, make_add
 
 
@@ -43,7 +44,7 @@ def test_all_that_is_written_is_vouched_for_when_the_prompt_is_computed(is_sound
     if is_sound:
         core.step()
     else:
-        core.scheduler.fail_request("r", "broken")
+        core.scheduler.fail_request("r", EngineFault("broken"))
     last = reports(core)[-1]
     assert (last.num_blocks, last.ended, last.reason) == (2, True, "" if is_sound else INVALID)
     assert not pushing.is_active

@@ -151,8 +151,8 @@ def test_nan_logits_fail_their_row_and_no_other(harness: RunnerHarness) -> None:
     result = harness.step({1: 7, 0: 2, 2: 3})
     assert result.token_ids == [expected_tokens(PROMPT, 1)[0], NO_TOKEN, NO_TOKEN]
     assert {index: (failure.code, failure.is_nan) for index, failure in result.failures.items()} == {
-        1: ("InternalError", True),
-        2: ("InternalError", True),
+        1: ("EngineFault", True),
+        2: ("EngineFault", True),
     }
     assert result.logprobs == {}
     assert result.prompt_logprobs == {}
@@ -272,7 +272,7 @@ def test_parameters_that_leave_no_token_end_their_row(harness: RunnerHarness) ->
     harness.add(2, PROMPT)
     result = harness.step({0: 2, 1: 2, 2: 7})
     assert result.token_ids == [NO_TOKEN, NO_TOKEN, expected_tokens(PROMPT, 1)[0]]
-    assert [result.failures[index].code for index in (0, 1)] == ["InvalidRequest", "InternalError"]
+    assert [result.failures[index].code for index in (0, 1)] == ["InvalidRequest", "EngineFault"]
 
 
 STATEFUL = [

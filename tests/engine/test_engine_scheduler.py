@@ -12,6 +12,7 @@ from pdmesh.engine.plan import NO_BLOCK, NO_TOKEN, StepResult
 from pdmesh.engine.schedule import Schedule
 from pdmesh.engine.scheduler import Scheduler
 from pdmesh.engine.states import FINISH_REASON, TRANSITIONS, Event, IllegalEvent, State, after
+from pdmesh.errors import EngineFault
 from pdmesh.protocol.messages import GroupBlocks, KVSource, RepetitionDetection, TokenLogprobs
 from support.core_harness import make_add
 
@@ -184,7 +185,7 @@ def test_a_bug_in_the_states_ends_one_request_and_the_others_go_on(wrong: State,
     assert ends["b"] == "length"
     if "a" not in ends or ends["a"] == "error":
         scheduler.abort("b")
-        scheduler.fail_request("a", "the test is over")
+        scheduler.fail_request("a", EngineFault("the test is over"))
     assert not scheduler.state.requests
     assert scheduler.state.kv.num_used == 0
     scheduler.state.check_integrity()

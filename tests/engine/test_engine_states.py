@@ -46,7 +46,7 @@ def test_a_wrong_state_ends_one_request(state: State, num_steps: int, num_blocks
         assert core.finish_reason(request_id) == "length"
     ended = core.deltas_of("wrong")[-1]
     # A state from which it can go on as if nothing had been does no harm.
-    assert (ended.finish_reason, ended.error_code) in (("error", "InternalError"), ("length", ""))
+    assert (ended.finish_reason, ended.error_code) in (("error", "EngineFault"), ("length", ""))
     assert sum(bool(delta.finish_reason) for delta in core.deltas_of("wrong")) == 1
     assert core.num_used == 0
     core.scheduler.state.check_integrity()

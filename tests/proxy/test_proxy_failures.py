@@ -10,8 +10,10 @@ import pytest
 
 from pdmesh import breaker
 from pdmesh.errors import (
+    DamagedKV,
     DeadlineExceeded,
     Draining,
+    EngineFault,
     HandshakeRefused,
     MeshError,
     Overloaded,
@@ -471,6 +473,50 @@ def test_a_full_engine_is_left_for_another_and_a_full_mesh_is_said_at_once() -> 
             assert time.monotonic() - started < 1
             full[1].behaviour.refuse = None
             assert tokens_of(await mesh.collect(token_request(max_tokens=40))) == WANTED
+
+    asyncio.run(scenario())
+
+
+def test_what_an_engine_fails_at_another_computes_and_where_none_can_it_is_said_at_once() -> None:
+    """It was a 500: one engine's bad memory cost its requests their answer though others lived."""
+
+    async def scenario() -> None:
+        fault = Behaviour(refuse=EngineFault("logits that are not numbers"))
+        bad, good = FakeEngine("prefill", behaviour=fault), FakeEngine("prefill")
+        decode = FakeEngine("decode", behaviour=Behaviour())
+        async with fake_mesh(bad, good, decode, extra={"engine_wait_timeout_s": 5.0}) as mesh:
+            for _ in range(2):
+                assert tokens_of(await mesh.collect(token_request(max_tokens=40))) == WANTED
+            assert bad.requests
+            decode.behaviour.refuse = good.behaviour.refuse = fault.refuse
+            started = time.monotonic()
+            with pytest.raises(EngineFault, match="not numbers") as caught:
+                await mesh.collect(token_request())
+            assert caught.value.status == 502
+            assert time.monotonic() - started < 4
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_engines_fail_at_goes_round_no_more_than_its_retries() -> None:
+    async def scenario() -> None:
+        engines = [FakeEngine("decode", behaviour=Behaviour(refuse=EngineFault("on fire"))) for _ in range(5)]
+        async with fake_mesh(*engines, extra={"max_retries": 2}) as mesh:
+            with pytest.raises(EngineFault, match="on fire"):
+                await mesh.collect(token_request())
+            assert sum(len(engine.requests) for engine in engines) == 3
+
+    asyncio.run(scenario())
+
+
+def test_nobody_goes_on_behind_tokens_that_may_be_wrong() -> None:
+    async def scenario() -> None:
+        damaged = Behaviour(refuse_fetch=DamagedKV("the first token is not what this engine draws"))
+        engines = [FakeEngine("decode", behaviour=damaged) for _ in range(2)]
+        async with fake_mesh(FakeEngine("prefill"), *engines) as mesh:
+            with pytest.raises(DamagedKV):
+                await mesh.collect(token_request())
+            assert sum(len(engine.requests) for engine in engines) == 1
 
     asyncio.run(scenario())
 

@@ -195,7 +195,7 @@ class PlanWorker:
         assert output < row.script.max_tokens, "planned beyond max_tokens"
         if output == row.script.nan_at:
             row.has_failed = True
-            result.failures[index] = RowFailure(code="InternalError", message="NaN", is_nan=True)
+            result.failures[index] = RowFailure(code="EngineFault", message="NaN", is_nan=True)
             return
         token = result.token_ids[index] = row.script.token(row.new.choice, row.tokens)
         row.tokens.append(token)

@@ -84,7 +84,7 @@ class Told:
                 assert self.tokens[-1] == EOS
             case "length":
                 assert num_output >= min(self.wish.max_tokens, max_model_len - len(self.wish.prompt))
-            case "error" if delta.error_code == "InternalError":
+            case "error" if delta.error_code == "EngineFault":
                 assert has_crashed or num_output == self.wish.nan_at
             case "error" if delta.error_code == "TransferFailed":
                 assert self.wish.source

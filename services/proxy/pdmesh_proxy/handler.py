@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from pdmesh.errors import (
     RETRY_AFTER_S,
     Draining,
+    EngineFault,
     HandshakeRefused,
     InvalidRequest,
     MeshError,
@@ -156,8 +157,8 @@ class MeshGenerator(Generator):
             decision = route(run.facts(), self._cluster.view(), pd_min_prompt_tokens=self._config.pd_min_prompt_tokens)
             if decision is not None:
                 return decision
-            if isinstance(run.last_error, Overloaded):
-                # Every engine that could take it is full: waiting here would only move the queue.
+            if isinstance(run.last_error, Overloaded | EngineFault):
+                # Every engine that could take it is full, or failed at it: waiting here would only move the queue.
                 raise run.last_error
             if not await run.wait(self._cluster.changed(), until_s):
                 raise run.last_error or PeerUnavailable("no engine can take the request", retry_after_s=RETRY_AFTER_S)

@@ -101,6 +101,27 @@ class PoolSums:
         sums = np.where(self._generations[ids] == _generations(blocks), self._sums[ids], np.uint64(UNKNOWN))
         return msgspec.structs.replace(blocks, checksums=sums.tolist())
 
+    async def changed(self, groups: list[GroupBlocks]) -> list[GroupBlocks]:
+        """Sum blocks again and return those that hold other bytes than they were summed to; only groups that have any.
+
+        Nothing is known of a block that may grow, was never summed, or has been given other content since.
+        """
+        loop = asyncio.get_running_loop()
+        changed = [await loop.run_in_executor(self._thread, self._changed, blocks) for blocks in groups]
+        return [blocks for blocks in changed if blocks.block_ids]
+
+    def _changed(self, blocks: GroupBlocks) -> GroupBlocks:
+        """Runs in the thread."""
+        ids, generations = _ids(blocks), _generations(blocks)
+        is_judged = (self._generations[ids] == generations) & self._is_full[ids] & (self._sums[ids] != UNKNOWN)
+        ids, generations = ids[is_judged], generations[is_judged]
+        differs = sum_blocks(self._pool.blocks, ids) != self._sums[ids]
+        # As in `_sum`: what got other content meanwhile is not damaged.
+        differs &= self._pool.generations[ids] == generations
+        return GroupBlocks(
+            group=blocks.group, block_ids=ids[differs].tolist(), generations=generations[differs].tolist()
+        )
+
     def note(self, block_ids: list[int], generations: list[int], sums: list[int]) -> None:
         """Take in what full blocks sum to, from whoever knows it already."""
         self._store(

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pdmesh.connector.active import PullEnd
 from pdmesh.connector.checksums import PoolSums
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.publications import Publications
@@ -27,6 +28,7 @@ from pdmesh.protocol.capabilities import (
     pool_obstacle,
 )
 from pdmesh.protocol.exchange import Exchange, KVDescription, KVNames, description_to_pb, exchange, names_from_pb
+from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import EndedOffer, OfferTable
 from pdmesh.protocol.peer_bounds import (
     MAX_TRANSFERS,
@@ -86,6 +88,8 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         """Called after each change of `offers`."""
         self.may_arrive: Callable[[str], bool] = lambda transfer_id: False
         """Whether bytes of a transfer may come to the consumer's blocks although nothing is written for it any more."""
+        self.on_corrupt: Callable[[list[GroupBlocks]], None] = lambda groups: None
+        """Called with an offer's blocks when a consumer has got other bytes than they were summed to."""
         self._pool = pool
         self._connectors = dict(connectors)
         self._names = KVNames(
@@ -200,7 +204,10 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         """Take note of a transfer's outcome; say how it has ended here, which is another when its lease was over first."""
         check_end(request)
         end = end_from_pb(request)
+        suspects = self.offers.read_by(end.transfer_id) if is_corrupt(end.committed, end.reason) else []
         known = self.offers.end(end.transfer_id, end.committed, end.reason)
+        if suspects and known:
+            self.on_corrupt(suspects)
         if end.release_offer:
             self.offers.release(end.release_offer, unread=True)
         self.settle()
@@ -233,6 +240,11 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
             await refuse_push(self.peer_id, context)
         else:
             await self.on_push(order_from_pb(request), context)
+
+
+def is_corrupt(committed: bool, reason: str) -> bool:
+    """Whether a consumer's word on its transfer is that the bytes were not what they were summed to."""
+    return not committed and reason.partition(":")[0] == PullEnd.CORRUPT
 
 
 async def refuse_push(peer_id: str, context: Context) -> None:

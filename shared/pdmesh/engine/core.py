@@ -246,7 +246,7 @@ class Core:
             case ShutOutWriters():
                 self._links.shut_out(message.connector)
             case ResetPrefixCache():
-                self._scheduler.reset_prefix_cache()
+                self._scheduler.reset_prefix_cache(message.damaged)
                 self._send(PrefixCacheReset(number=message.number))
             case Ping():
                 self._send(Pong(number=message.number))

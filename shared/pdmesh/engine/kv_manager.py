@@ -238,6 +238,9 @@ class KVManager:
         for block_ids in blocks:
             self._pool.release(block_ids)
 
+    def generations_of(self, block_ids: list[int]) -> list[int]:
+        return self._pool.generations_of(block_ids)
+
     def describe(self, blocks: BlockLists) -> list[GroupBlocks]:
         """Return blocks with their generations, as peers are told of them, each group from its first block on."""
         described = []

@@ -108,6 +108,8 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Forget the names of all blocks; answered by PrefixCacheReset."""
 
     number: int
+    damaged: list[GroupBlocks] = []
+    """Blocks that hold other bytes than were computed: who reads them must not go on."""
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):

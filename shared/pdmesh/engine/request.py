@@ -55,6 +55,7 @@ class Request:
         """Leading tokens that an offer is of: choices share only the prompt."""
         self.push_id = add.push_id
         """Push that may have brought some of the prompt; empty when there is none, or it has been made use of."""
+        self.num_choices = len(request.choices)
         self.is_prompt_computed = False
         self.is_lookup_counted = False
         """Whether the statistics know what it found in the prefix cache."""

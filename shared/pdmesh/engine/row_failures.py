@@ -3,12 +3,12 @@
 import logging
 
 from pdmesh.engine.plan import RowFailure
-from pdmesh.errors import InternalError, MeshError
+from pdmesh.errors import EngineFault, InternalError, MeshError
 
 log = logging.getLogger(__name__)
 
 NAN_FAILURE = RowFailure(
-    code=InternalError.__name__, message="the model returned logits that are not numbers", is_nan=True
+    code=EngineFault.__name__, message="the model returned logits that are not numbers", is_nan=True
 )
 
 
@@ -17,10 +17,13 @@ class BrokenLogits(Exception):
 
 
 def row_failure(exc: Exception) -> RowFailure:
-    """Log what failed for one row of a step, and return what ends its choice."""
+    """Log what failed for one row of a step, and return what ends its choice.
+
+    What a request's own parameters or a logits processor do would fail on any engine; the rest is this engine's fault.
+    """
     if isinstance(exc, MeshError):
         return RowFailure(code=exc.code, message=exc.message)
     log.error("a choice could not be sampled", exc_info=exc)
     if isinstance(exc, BrokenLogits):
         return RowFailure(code=InternalError.__name__, message=str(exc), is_nan=True)
-    return RowFailure(code=InternalError.__name__, message=f"the engine failed to sample: {type(exc).__name__}: {exc}")
+    return RowFailure(code=EngineFault.__name__, message=f"the engine failed to sample: {type(exc).__name__}: {exc}")

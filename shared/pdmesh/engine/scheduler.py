@@ -6,11 +6,12 @@ A step may be planned while the one before it still runs: its token counts are k
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pdmesh.connector.base import PullResult
 from pdmesh.engine.admission import Admission
 from pdmesh.engine.comebacks import Comebacks, source_of
+from pdmesh.engine.damage import damage_error, readers
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
@@ -21,8 +22,8 @@ from pdmesh.engine.remote_kv import Begun, RemoteKV
 from pdmesh.engine.request import BrokenSequence, Request, Sequence
 from pdmesh.engine.schedule import Schedule
 from pdmesh.engine.states import Event, State
-from pdmesh.errors import InternalError, MeshError
-from pdmesh.protocol.messages import SamplingParams
+from pdmesh.errors import EngineFault, InternalError, MeshError
+from pdmesh.protocol.messages import GroupBlocks, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -103,12 +104,14 @@ class Scheduler:
         for choice in _choices_of(sequence.request):
             self._finish(sequence.request, choice, Event.FAILED, error=error)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached KV. Requests that live go on, but what they compute is not cached any more."""
+    def reset_prefix_cache(self, damaged: Iterable[GroupBlocks] = ()) -> None:
+        """Forget all cached KV. Requests that live go on, unless they hold a damaged block, and nothing of theirs is cached."""
         self.state.num_resets += 1
         requests = self.state.requests.values()
         self.state.kv.reset_prefix_cache(each for request in requests for each in request.sequences.values())
         self.remote.forget_pushed()
+        for request in readers(self.state, damaged):
+            self.fail_request(request.request_id, damage_error(request))
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -166,17 +169,17 @@ class Scheduler:
                 if not sequence.is_finished:
                     self.state.preempt(sequence)
         for request in {each.request.number: each.request for each in schedule.sequences}.values():
-            self.fail_request(request.request_id, message)
+            self.fail_request(request.request_id, EngineFault(message))
 
     def fail_add(self, add: AddRequest, message: str) -> None:
         """Answer a request that could not be taken in, wholly or in part."""
         if add.request.request_id in self.state.requests:
-            self.fail_request(add.request.request_id, message)
+            self.fail_request(add.request.request_id, InternalError(message))
         else:
             self._admission.refuse(add, InternalError(message))
 
-    def fail_request(self, request_id: str, message: str) -> None:
-        """End all choices of a request with an InternalError."""
+    def fail_request(self, request_id: str, error: MeshError) -> None:
+        """End all choices of a request; nobody else finds its KV."""
         request = self.state.requests.get(request_id)
         if request is None:
             return
@@ -185,7 +188,7 @@ class Scheduler:
         self.remote.pushing.spoil(request.offer_id)
         try:
             for choice in _choices_of(request):
-                self._finish(request, choice, Event.FAILED, error=InternalError(message))
+                self._finish(request, choice, Event.FAILED, error=error)
         except BrokenSequence as exc:
             self.expel(exc)
 
@@ -195,7 +198,7 @@ class Scheduler:
         log.error("request %s met a bug of the engine", request.request_id, exc_info=broken)
         self.state.counters.illegal_events += 1
         self.remote.pushing.spoil(request.offer_id)
-        self.state.expel(request, InternalError(f"the engine met a bug: {broken}"))
+        self.state.expel(request, EngineFault(f"the engine met a bug: {broken}"))
 
     def _schedule_running(self, schedule: Schedule) -> tuple[int, bool]:
         """Give running sequences their tokens, in order; return the budget left and whether any was preempted."""

@@ -1,7 +1,7 @@
-"""What a consumer may read of an offer when it names blocks: those, and as its owner knows them."""
+"""What a consumer may read of an offer: blocks that it names, as their owner knows them, and none that its release mishandles."""
 
 from pdmesh.errors import Forbidden, TransferFailed
-from pdmesh.protocol.messages import GroupBlocks
+from pdmesh.protocol.messages import NO_MARKS, GroupBlocks, KVMarks
 from pdmesh.protocol.states import Reason
 from pdmesh.protocol.transfers import OfferView
 
@@ -19,6 +19,15 @@ def narrowed(view: OfferView, offer_id: str, wanted: list[GroupBlocks] | None) -
         for each in wanted
     ]
     return OfferView(groups=groups, num_tokens=view.num_tokens, marks=view.marks)
+
+
+def check_unmarked(offer_id: str, marks: KVMarks) -> None:
+    """Raise TransferFailed for a consumer in whose prefix cache others would find what they must not."""
+    if marks != NO_MARKS:
+        raise TransferFailed(
+            f"{Reason.MARKED}: offer {offer_id} rests on converted KV or is from before a reset, which this consumer's "
+            "release does not keep in mind"
+        )
 
 
 def _part(offered: GroupBlocks, offer_id: str, wanted: GroupBlocks) -> GroupBlocks:

@@ -20,7 +20,7 @@ import msgspec
 from pdmesh.errors import Forbidden, TransferFailed
 from pdmesh.protocol.deadlines import Deadlines
 from pdmesh.protocol.messages import NO_MARKS, GroupBlocks, KVMarks
-from pdmesh.protocol.offer_views import narrowed
+from pdmesh.protocol.offer_views import check_unmarked, narrowed
 from pdmesh.protocol.states import (
     OFFER_TABLE,
     TRANSFER_TABLE,
@@ -201,7 +201,7 @@ class OfferTable:
         try:
             offer = self._readable(offer_id, digest, early=written)
             if not heeds_marks:
-                _check_unmarked(offer)
+                check_unmarked(offer_id, offer.marks)
             view = narrowed(offer.view, offer_id, groups)
         except (TransferFailed, Forbidden):
             self._remember_transfer(transfer_id, TRANSFER_TABLE[TransferState.OPEN, TransferEvent.REFUSE])
@@ -272,6 +272,11 @@ class OfferTable:
             return False
         self._end_transfer(transfer, event)
         return True
+
+    def read_by(self, transfer_id: str) -> list[GroupBlocks]:
+        """The blocks that a transfer reads now; none when it does not."""
+        transfer = self._transfers.get(transfer_id)
+        return [] if transfer is None else transfer.offer.groups
 
     def outcome_of(self, transfer_id: str) -> TransferState | None:
         """What became of a transfer; None when it is unknown or long ago."""
@@ -382,15 +387,6 @@ class OfferTable:
     def _remember_transfer(self, transfer_id: str, state: TransferState) -> None:
         self.transfers_ended[state] += 1
         _remember(self._past_transfers, transfer_id, state)
-
-
-def _check_unmarked(offer: _Offer) -> None:
-    """Raise TransferFailed for a consumer in whose prefix cache others would find what they must not."""
-    if offer.marks != NO_MARKS:
-        raise TransferFailed(
-            f"{Reason.MARKED}: offer {offer.offer_id} rests on converted KV or is from before a reset, which this consumer's "
-            "release does not keep in mind"
-        )
 
 
 def _remember(memory: "OrderedDict[str, ValueT]", key: str, value: ValueT) -> None:

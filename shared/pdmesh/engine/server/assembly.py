@@ -14,6 +14,7 @@ from pdmesh.connector.pool import KVPool
 from pdmesh.engine.core_client import CoreClient
 from pdmesh.engine.server.attempts import Attempts
 from pdmesh.engine.server.core_peers import CorePeers
+from pdmesh.engine.server.damage import Damage
 from pdmesh.engine.server.endings import Endings
 from pdmesh.engine.server.expectations import Expectations
 from pdmesh.engine.server.fetches import Fetches, Tasks
@@ -167,6 +168,8 @@ def assemble(
     fetches = Fetches(peers=peers, tasks=tasks, metrics=metrics)
     endings = Endings(table=table, core=core, handoff=handoff, fetches=fetches, metrics=metrics)
     resets = PrefixCacheResets(core, offers.note_reset)
+    damage = Damage(sums=sums, resets=resets, tasks=tasks, metrics=metrics)
+    handoff.owner.on_corrupt = damage.suspect
     allowed = KVPeers(config.kv_peers, on_loopback=config.on_loopback)
     sources = Sources(
         config=config,

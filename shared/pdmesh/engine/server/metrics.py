@@ -176,6 +176,10 @@ class EngineMetrics:
         )
         self.pushes_sent = by("pdmesh_pushes_sent", "Pushes by this engine, by outcome.", "outcome", "reason")
         self.push_bytes = by("pdmesh_push_bytes", "Bytes pushed by and to this engine.", "direction")
+        self.kv_damaged = counter(
+            "pdmesh_kv_damaged_blocks",
+            "KV blocks of this engine whose bytes changed in memory; it let go of its cache.",
+        )
         self.offers_ended = by("pdmesh_offers_ended", "Offers of this engine that ended, by how.", "reason")
         self.tier_lookups = by("pdmesh_tier_lookups", "Lookups in the tier, by outcome.", "outcome")
         self.tier_hit_blocks = counter("pdmesh_tier_hit_blocks", "Blocks that lookups found in the tier.")

@@ -1,12 +1,13 @@
 """Empties the core's prefix cache on request, and waits until the core says that it has."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Protocol
 
 from pdmesh.engine.messages import PrefixCacheReset, ResetPrefixCache, ToCore
 from pdmesh.errors import DeadlineExceeded, MeshError, Overloaded
+from pdmesh.protocol.messages import GroupBlocks
 
 # A core that is in the middle of a step answers after it.
 TIMEOUT_S = 30.0
@@ -31,14 +32,17 @@ class PrefixCacheResets:
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
-    async def reset(self) -> None:
-        """Return when no block can be found any more. Raises Overloaded, DeadlineExceeded, or what `fail` says."""
+    async def reset(self, damaged: Sequence[GroupBlocks] = ()) -> None:
+        """Return when no block can be found any more, and requests that hold a damaged one have ended.
+
+        Raises Overloaded, DeadlineExceeded, or what `fail` says.
+        """
         if len(self._waiting) >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} resets of the prefix cache are under way already")
         number = next(self._numbers)
         done = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self._core.send(ResetPrefixCache(number=number))
+            self._core.send(ResetPrefixCache(number=number, damaged=list(damaged)))
             self.num_begun += 1
             self._on_begun()
             async with asyncio.timeout(TIMEOUT_S):

@@ -1,0 +1,36 @@
+"""KV in this engine's own memory that is not what was computed: which requests read it, and how they end."""
+
+from collections.abc import Iterable
+
+from pdmesh.engine.engine_state import EngineState
+from pdmesh.engine.plan import NO_BLOCK
+from pdmesh.engine.request import Request
+from pdmesh.errors import DamagedKV, EngineFault, MeshError
+from pdmesh.protocol.messages import GroupBlocks
+
+WHAT = "KV in this engine's memory is not what was computed"
+
+
+def readers(state: EngineState, damaged: Iterable[GroupBlocks]) -> list[Request]:
+    """Return the live requests that hold one of the blocks, those left out that have other content by now."""
+    block_ids: set[int] = set()
+    for blocks in damaged:
+        now = state.kv.generations_of(blocks.block_ids)
+        told = zip(blocks.block_ids, blocks.generations, now, strict=True)
+        block_ids |= {block_id for block_id, before, after in told if before == after and block_id != NO_BLOCK}
+    if not block_ids:
+        return []
+    return [
+        request
+        for request in state.requests.values()
+        if any(not block_ids.isdisjoint(table) for each in request.sequences.values() for table in each.blocks)
+    ]
+
+
+def damage_error(request: Request) -> MeshError:
+    """What a request ends with that has read damaged KV: computed elsewhere it is right, unless a token of it is out."""
+    live = request.sequences.values()
+    has_ended = len(live) + len(request.held) < request.num_choices
+    if has_ended or any(each.has_reported or each.unsent_token_ids for each in live):
+        return DamagedKV(f"{WHAT}: tokens of this request that are out may be wrong")
+    return EngineFault(f"{WHAT}: it may be computed elsewhere")

@@ -1,0 +1,84 @@
+"""An engine's memory changes under it: what it has cached is found out when somebody reads it, and nobody is answered from it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from support.damage import damage_pool
+from support.mesh import Mesh, Service, mesh
+from support.tiny_models import make_tiny
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
+
+FLAGS = ("--dtype", "float32", "--kv-cache-memory-bytes", str(8 << 20), "--block-size", "32")
+PREFIX = [random.Random(5).randrange(10, 370) for _ in range(256)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny("llama", tmp_path_factory.mktemp("tiny")))
+
+
+def prompt(number: int) -> list[int]:
+    numbers = random.Random(number)
+    return [*PREFIX, *(numbers.randrange(10, 370) for _ in range(40))]
+
+
+def reset(*engines: Service) -> None:
+    for engine in engines:
+        httpx.post(f"{engine.http}/reset_prefix_cache", timeout=30).raise_for_status()
+
+
+def ask(running: Mesh, number: int) -> httpx.Response:
+    body = {"prompt": prompt(number), "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    return httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+
+
+def tokens(answer: httpx.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    found: list[int] = answer.json()["choices"][0]["token_ids"]
+    return found
+
+
+def right_tokens(running: Mesh, numbers: range) -> dict[int, list[int]]:
+    """From the decode alone, where nothing is damaged and nothing of it is shared."""
+    [decode] = running.decode
+    return {
+        number: running.complete(prompt(number), url=decode.http, max_tokens=6, cache_salt="alone")["choices"][0][
+            "token_ids"
+        ]
+        for number in numbers
+    }
+
+
+def until(what: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.05)
+
+
+def test_an_owner_that_is_told_of_damage_lets_go_of_its_cache(model: str) -> None:
+    """It went on to answer from it: wrong tokens to every prompt that began alike, with status 200."""
+    with mesh(model, connector="shm,grpc", engine_flags=FLAGS) as running:
+        (prefill,), (decode,) = running.prefill, running.decode
+        right = right_tokens(running, range(1, 6))
+        reset(decode)
+        assert tokens(ask(running, 1)) == right[1]
+        assert damage_pool(prefill) > 0
+        reset(decode)
+        ask(running, 2)
+        until(lambda: prefill.metric("pdmesh_kv_damaged_blocks_total") > 0)
+        reset(decode)
+        for number in range(3, 6):
+            assert tokens(ask(running, number)) == right[number]
+            reset(decode)
+        assert "not what was computed" in prefill.log
+        assert httpx.get(f"{prefill.http}/health", timeout=10).status_code == 200
+        running.wait_nothing_held()
