@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -28,6 +31,9 @@ class Connector(FixedMetadata, ReadInPlace, PushConnector):
         self.connected: dict[str, bytes] = {}
         self.num_connects = 0
         self.refusal = ""
+        self.is_connecting = threading.Event()
+        self.may_connect = threading.Event()
+        self.may_connect.set()
         self.running: set[str] = set()
         self._results: list[PullResult] = []
         self._fd = os.eventfd(0)
@@ -38,6 +44,8 @@ class Connector(FixedMetadata, ReadInPlace, PushConnector):
     def connect(self, peer: PeerPool) -> None:
         self.num_connects += 1
         self._end_all()
+        self.is_connecting.set()
+        assert self.may_connect.wait(10)
         if self.refusal:
             self.connected.pop(peer.peer_id, None)
             raise HandshakeRefused(self.refusal)
@@ -87,6 +95,18 @@ class Scene:
         self.links.connect(
             ConnectPeer(peer_id="p", connector=connector, metadata=metadata, num_blocks=1, block_bytes=64, use=use)
         )
+        return self.answer(use)
+
+    def connect_slowly(self, use: Use, metadata: bytes) -> None:
+        """Have it begun; the connector goes on when `may_connect` is set."""
+        self.nixl.may_connect.clear()
+        self.nixl.is_connecting.clear()
+        self.links.connect(
+            ConnectPeer(peer_id="p", connector="nixl", metadata=metadata, num_blocks=1, block_bytes=64, use=use)
+        )
+        assert self.nixl.is_connecting.wait(10)
+
+    def answer(self, use: Use) -> str:
         end_s = time.monotonic() + 10
         while time.monotonic() < end_s:
             for message in self.links.take_news():
@@ -108,6 +128,7 @@ class Scene:
 def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
+    made.nixl.may_connect.set()
     made.links.close()
 
 
@@ -208,3 +229,52 @@ def test_what_is_heard_late_of_a_connection_is_not_said_of_the_next(scene: Scene
     for use in Use:
         scene.links.disconnect("p", use)
     assert not len(scene.links._attachments)
+
+
+def test_a_pull_that_begins_while_its_connection_is_made_anew_is_one_of_the_new_one(scene: Scene) -> None:
+    """It passed for one of the connection before: that the new one had broken under it was not heard, the next order found it to
+    stand, and the next pull failed as well."""
+    scene.connect(Use.PULL)
+    scene.connect_slowly(Use.PUSH, b"new")
+    scene.links.start(PULL)
+    assert scene.ended() == {}
+    assert scene.nixl.running == set()
+    scene.nixl.may_connect.set()
+    assert scene.answer(Use.PUSH) == ""
+    assert scene.nixl.running == {"t"}
+    scene.nixl.end("t", "error:it broke")
+    assert scene.ended() == {"t": "error:it broke"}
+    scene.links.disconnect("p", Use.PULL)
+    scene.connect(Use.PULL, metadata=b"new")
+    assert scene.nixl.num_connects == 3
+    for use in Use:
+        scene.links.disconnect("p", use)
+    assert not len(scene.links._attachments)
+    assert not len(scene.links._detours)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("refused", "peer_lost"), ("cancelled", "cancelled"), ("let go", "peer_lost"), ("late", "timeout")],
+)
+def test_a_pull_that_waits_for_its_connection_ends_without_it(scene: Scene, how: str, reason: str) -> None:
+    scene.connect(Use.PULL)
+    scene.connect_slowly(Use.PUSH, b"new")
+    scene.links.start(replace(PULL, deadline_s=0.05) if how == "late" else PULL)
+    if how == "refused":
+        scene.nixl.refusal = "no"
+        scene.nixl.may_connect.set()
+        assert scene.answer(Use.PUSH) == "no"
+    elif how == "cancelled":
+        scene.links.cancel("t")
+    elif how == "let go":
+        scene.links.disconnect("p", Use.PULL)
+    else:
+        # As the loop does: asleep until a descriptor tells of something.
+        assert select.select(scene.links.descriptors, [], [], 10)[0]
+        assert scene.links.take_news() == []
+    assert scene.ended() == {"t": reason}
+    scene.nixl.may_connect.set()
+    if how != "refused":
+        assert scene.answer(Use.PUSH) == ""
+    assert scene.nixl.running == set()

@@ -33,7 +33,7 @@ class Connection:
 
 
 class Attachments:
-    """The table. The loop's, but for what the threads that connect ask and say: `stands`, `connected` and `broke`."""
+    """The table. The loop's, but for what the threads that connect ask and say: `stands`, `make`, `connected` and `broke`."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, Use], list[str]] = {}
@@ -43,6 +43,8 @@ class Attachments:
         self._numbers: dict[tuple[str, str], int] = {}
         """(peer, connector) -> its connection's."""
         self._numbered = itertools.count(1)
+        self._making: dict[tuple[str, str], ConnectPeer] = {}
+        """(peer, connector) -> the order that makes its connection now: what begins over it would be cut, or be of either."""
         self._suspects: set[tuple[str, str]] = set()
         """Connections over which something has failed since."""
         self._connecting: Counter[tuple[str, Use, str]] = Counter()
@@ -53,7 +55,7 @@ class Attachments:
         """Of the connections."""
 
     def __len__(self) -> int:
-        of_connections = len(self._orders) + len(self._numbers) + len(self._suspects)
+        of_connections = len(self._orders) + len(self._numbers) + len(self._suspects) + len(self._making)
         return len(self._names) + len(self._connecting) + len(self._unwanted) + of_connections
 
     def names(self, peer_id: str, use: Use) -> list[str]:
@@ -73,16 +75,29 @@ class Attachments:
             known = self._orders.get(key)
             return known is not None and key not in self._suspects and _how(known) == _how(order)
 
+    def make(self, order: ConnectPeer) -> None:
+        """A connector connects a peer anew from now on, until it `connected` or `broke`."""
+        with self._lock:
+            self._making[order.peer_id, order.connector] = order
+
+    def making(self, peer_id: str, connector: str) -> ConnectPeer | None:
+        """Return the order that makes a connection anew now."""
+        with self._lock:
+            return self._making.get((peer_id, connector))
+
     def connected(self, order: ConnectPeer) -> None:
         """A connector has connected a peer anew."""
         key = (order.peer_id, order.connector)
         with self._lock:
+            del self._making[key]
             self._orders[key] = order
             self._numbers[key] = next(self._numbered)
             self._suspects.discard(key)
 
     def broke(self, order: ConnectPeer) -> None:
         """A connector could not connect a peer anew: what was, if anything was, has been cut for it."""
+        with self._lock:
+            del self._making[order.peer_id, order.connector]
         self.suspect(self.connection(order.peer_id, order.connector))
 
     def connection(self, peer_id: str, connector: str) -> Connection:

@@ -134,6 +134,7 @@ class Connecting:
             block_bytes=order.block_bytes,
             layouts=tuple(order.layouts),
         )
+        self._attachments.make(order)
         try:
             connector.connect(peer)
         except MeshError as exc:

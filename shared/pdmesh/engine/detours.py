@@ -1,4 +1,5 @@
-"""Pulls that a connector has failed, on their way over the next one: the same transfer, which has not ended for its owner.
+"""Pulls that a connector has failed, on their way over the next one: the same transfer, which has not ended for its owner. And
+pulls that wait for their first one, because it is being connected anew.
 
 Its blocks and generations are the same, and what has failed writes nothing any more; so what arrives over another connector is
 as good. Which other ways lead to a peer is told when it is connected; one is connected when it is needed.
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from pdmesh.connector.active import ERROR_PREFIX, PullEnd
 from pdmesh.connector.base import Pull, PullResult
+from pdmesh.connector.ways import way_of
 from pdmesh.engine.attachments import Connection
 from pdmesh.engine.messages import ConnectPeer
 
@@ -28,9 +30,19 @@ class Journey:
     over: Connection | None = None
     """What carries it now, or did last."""
     result: PullResult | None = None
-    """How it ended over the connector before, while the next is being connected."""
+    """How it ended over the connector before, while the next is being connected; None: there was none."""
     awaits: ConnectPeer | None = None
     """What connects that: no earlier order for it, which may be of another start or other memory."""
+
+    @property
+    def way(self) -> str:
+        """For people: the connector, and after which other."""
+        return way_of(self.connector, self.failed[-1] if self.failed else "")
+
+    @property
+    def last(self) -> str:
+        """The connector that it went over last, if over any."""
+        return self.failed[-1] if self.failed else self.connector
 
     @property
     def due_s(self) -> float:

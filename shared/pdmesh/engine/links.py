@@ -21,7 +21,6 @@ from pdmesh.connector.base import (
     WorkerConnector,
 )
 from pdmesh.connector.pool import KVPool
-from pdmesh.connector.ways import way_of
 from pdmesh.engine.alarm import Alarm
 from pdmesh.engine.attachments import Attachments, Connection
 from pdmesh.engine.connecting import Connected, Connecting
@@ -123,11 +122,11 @@ class Links:
             peer_id=order.peer_id, connector=order.connector, error=error, use=order.use, number=order.number
         )
         is_unwanted = self._attachments.arrived(answer)
-        if order.use is Use.PULL:
-            for journey in self._detours.arrived(order):
-                self._go_on(journey, error)
-            if error and self._attachments.is_over(order.peer_id, Use.PULL):
-                self._forget_ways(order.peer_id)
+        # Also of a push's connection, which pulls may share.
+        for journey in self._detours.arrived(order):
+            self._go_on(journey, error)
+        if order.use is Use.PULL and error and self._attachments.is_over(order.peer_id, Use.PULL):
+            self._forget_ways(order.peer_id)
         if is_unwanted:
             self.disconnect(order.peer_id, order.use, order.connector)
         for name in self._attachments.strays(order.peer_id):
@@ -164,7 +163,7 @@ class Links:
 
     def _forget_ways(self, peer_id: str) -> None:
         for journey in self._detours.forget(peer_id):
-            self._refuse(journey.pull, journey.failed[-1], PEER_LOST)
+            self._refuse(journey.pull, journey.last, PEER_LOST)
 
     def publish(self, publication: Publication) -> None:
         """Have every connector make an offer's blocks available."""
@@ -218,8 +217,11 @@ class Links:
         self._writes[push.transfer_id] = over
 
     def _begin(self, journey: Journey) -> None:
-        """Have a pull's connector carry it out."""
+        """Have a pull's connector carry it out, when that is not just being connected anew."""
         pull, name = journey.pull, journey.connector
+        if (order := self._attachments.making(pull.peer_id, name)) is not None:
+            self._wait(journey, order)
+            return
         journey.over = self._attachments.connection(pull.peer_id, name)
         try:
             self._connectors[name].start(journey.next_pull())
@@ -248,19 +250,23 @@ class Links:
         if way.connector in names:
             self._begin(journey)
         else:
-            self._detours.wait(journey, way)
-            self._alarm.set(self._detours.due_s)
+            self._wait(journey, way)
             self._connect_aside(way)
         return True
 
+    def _wait(self, journey: Journey, order: ConnectPeer) -> None:
+        """Let a pull go on when an order has ended."""
+        self._detours.wait(journey, order)
+        self._alarm.set(self._detours.due_s)
+
     def _go_on(self, journey: Journey, error: str) -> None:
         """The connector that a pull waited for is connected, or cannot be."""
-        result = journey.result
-        assert result is not None
         if not error and journey.left_s > 0:
             self._begin(journey)
-        elif not self._detour(journey, result):
-            self._refused.append(EndedPull(result, way_of(journey.connector, journey.failed[-1])))
+            return
+        result = journey.result or _unbegun(journey.pull, PEER_LOST)
+        if not self._detour(journey, result):
+            self._refused.append(EndedPull(result, journey.way))
 
     def cancel(self, transfer_id: str) -> None:
         """Stop a pull; it still ends through `poll`."""
@@ -271,7 +277,7 @@ class Links:
         elif (write := self._writes.get(transfer_id)) is not None:
             self._connectors[write.connector].cancel(transfer_id)
         elif (waiting := self._detours.cancel(transfer_id)) is not None:
-            self._refuse(waiting.pull, waiting.failed[-1], PullEnd.CANCELLED)
+            self._refuse(waiting.pull, waiting.last, PullEnd.CANCELLED)
         elif self._staged is not None:
             self._staged.cancel(transfer_id)
 
@@ -300,8 +306,7 @@ class Links:
                     if journey is None:
                         ended.append(EndedPull(result, name))
                     elif not self._detour(journey, result):
-                        instead_of = journey.failed[-1] if journey.failed else ""
-                        ended.append(EndedPull(result, way_of(name, instead_of)))
+                        ended.append(EndedPull(result, journey.way))
         if self._staged is None:
             return ended
         whole = []
@@ -335,12 +340,11 @@ class Links:
     def _refuse_overdue(self) -> None:
         """Give up the pulls whose next connector was not connected in time."""
         for journey in self._detours.overdue():
-            self._refuse(journey.pull, journey.failed[-1], PullEnd.TIMEOUT)
+            self._refuse(journey.pull, journey.last, PullEnd.TIMEOUT)
         self._alarm.set(self._detours.due_s)
 
     def _refuse(self, pull: Pull | ConvertingPull | Push, connector: str, reason: str) -> None:
-        result = PullResult(transfer_id=pull.transfer_id, reason=reason, num_bytes=0, duration_s=0.0)
-        self._refused.append(EndedPull(result, connector))
+        self._refused.append(EndedPull(_unbegun(pull, reason), connector))
 
     def _tell_changed(self, connector: str, metadata: bytes) -> None:
         self._tell(ConnectorChanged(connector=connector, metadata=metadata))
@@ -358,3 +362,8 @@ class Links:
         with self._closing:
             if not self._is_closed:
                 os.eventfd_write(self._wake_fd, 1)
+
+
+def _unbegun(pull: Pull | ConvertingPull | Push, reason: str) -> PullResult:
+    """The end of what no connector has begun."""
+    return PullResult(transfer_id=pull.transfer_id, reason=reason, num_bytes=0, duration_s=0.0)
