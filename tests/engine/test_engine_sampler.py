@@ -57,9 +57,9 @@ class Batch:
         self.lengths = np.array([each.length for each in cases])
         self._sampler = Sampler(self.rows, self.scanner)
 
-    def sample(self, logits: Floats) -> Samples:
+    def sample(self, logits: Floats, best_ids: NDArray[np.int64] | None = None) -> Samples:
         """Sample in place, and go one token further."""
-        samples = self._sampler.sample(logits, np.arange(len(self.lengths)), self.lengths)
+        samples = self._sampler.sample(logits, np.arange(len(self.lengths)), self.lengths, best_ids)
         self.lengths = self.lengths + 1
         return samples
 
@@ -305,3 +305,17 @@ def test_largest_logits_that_the_backend_found_are_taken_and_minus_one_is_nan() 
     plain = Batch(case([5]), case([5]))
     assert plain._sampler.sample(logits[:2], np.arange(2), plain.lengths, found[:2]).token_ids.tolist() == [3, 9]
     assert plain.rows.tokens[:2, 1].tolist() == [3, 9]
+
+
+@pytest.mark.parametrize("best", [3.0, math.inf, -math.inf, math.nan])
+def test_a_row_that_is_alone_is_sampled_like_one_of_many(best: float) -> None:
+    logits = np.full((2, V), -math.inf if best == -math.inf else 1.0, dtype=np.float32)
+    logits[:, 7] = best
+    found = np.where(np.isnan(logits).any(axis=1), -1, logits.argmax(axis=1))
+    alone, pair = Batch(case([2, 3])), Batch(case([2, 3]), case([2, 3]))
+    one = alone.sample(logits[:1].copy(), found[:1].copy())
+    two = pair.sample(logits.copy(), found.copy())
+    assert one.token_ids.tolist() == two.token_ids[:1].tolist()
+    assert one.failures == {0: two.failures[0]} if two.failures else not one.failures
+    assert alone.rows.tokens[0].tolist() == pair.rows.tokens[0].tolist()
+    assert alone.rows.is_plain[0] == pair.rows.is_plain[0]

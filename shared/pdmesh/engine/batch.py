@@ -1,6 +1,6 @@
 """Gathers a step's input from the rows, and remembers whose each row of the logits will be."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,10 @@ class PromptSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step's input, and what to do with its logits. S of the plan's N rows are sampled."""
+    """A step's input, and what to do with its logits. S of the plan's N rows are sampled.
+
+    Its arrays are the gatherer's: the next step may be in them.
+    """
 
     batch: StepBatch
     sampled: NDArray[np.int64]
@@ -46,6 +49,8 @@ class Gatherer:
         self._last: Step | None = None
         self._row_ids: list[int] = []
         """Those of the last step when the next one may reuse it, else empty."""
+        self._num_table_changes = 0
+        """Of the rows when the last step's tables were copied."""
         self._ones: list[int] = []
         self._trues: list[bool] = []
 
@@ -55,33 +60,26 @@ class Gatherer:
         if is_same and not plan.new and self._last is not None:
             return self._go_on(plan, self._last)
         step = gather(self._rows, plan)
-        self._last, self._row_ids = step, []
+        self._last, self._row_ids, self._num_table_changes = step, [], self._rows.num_table_changes
         if len(step.sampled) == len(plan.rows) == len(step.batch.token_ids) and not step.prompts:
             self._row_ids = list(plan.rows)
             self._ones, self._trues = [1] * len(plan.rows), [True] * len(plan.rows)
         return step
 
     def _go_on(self, plan: StepPlan, last: Step) -> Step:
-        rows = self._rows
-        starts = np.array(plan.starts, dtype=np.int64)
-        lengths = starts + 1
-        places, width = last.rows, -(-int(lengths.max()) // rows.block_size)
-        batch = StepBatch(
-            token_ids=rows.tokens[places, starts].astype(np.int64),
-            positions=starts,
-            query_start=last.batch.query_start,
-            context_len=starts,
-            block_tables=[table[places, :width] for table in rows.tables],
-            logits_index=last.batch.logits_index,
-        )
-        return Step(
-            batch=batch,
-            sampled=last.sampled,
-            rows=places,
-            lengths=lengths,
-            logits_rows=last.logits_rows,
-            prompts=[],
-        )
+        """Make the last step the next one, in place: between two steps every microsecond is one in which nothing computes."""
+        rows, batch = self._rows, last.batch
+        # Of rows with one token each these are the positions, too.
+        batch.context_len[:] = plan.starts
+        np.add(batch.context_len, 1, out=last.lengths)
+        batch.token_ids[:] = rows.tokens[last.rows, batch.context_len]
+        width = -(-(max(plan.starts) + 1) // rows.block_size)
+        if rows.num_table_changes == self._num_table_changes and width == batch.block_tables[0].shape[1]:
+            return last
+        tables = [table[last.rows, :width] for table in rows.tables]
+        self._num_table_changes = rows.num_table_changes
+        self._last = replace(last, batch=replace(batch, block_tables=tables))
+        return self._last
 
 
 def gather(rows: Rows, plan: StepPlan) -> Step:

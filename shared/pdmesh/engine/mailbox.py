@@ -19,6 +19,9 @@ class Mailbox:
         self._inbox = inbox
         self._outbox = outbox
         self._incoming = Incoming(to_core_decoder, "server")
+        self._poller = zmq.Poller()
+        self._descriptors: list[int] | None = None
+        """Those that the poller looks at beside the inbox."""
 
     @property
     def num_dropped(self) -> int:
@@ -34,11 +37,12 @@ class Mailbox:
         return messages
 
     def wait(self, descriptors: list[int], timeout_s: float | None = None) -> bool:
-        poller = zmq.Poller()
-        poller.register(self._inbox, zmq.POLLIN)
-        for descriptor in descriptors:
-            poller.register(descriptor, zmq.POLLIN)
-        return bool(poller.poll(None if timeout_s is None else int(timeout_s * 1000)))
+        if descriptors != self._descriptors:
+            self._descriptors = descriptors
+            self._poller = zmq.Poller()
+            for each in (self._inbox, *descriptors):
+                self._poller.register(each, zmq.POLLIN)
+        return bool(self._poller.poll(None if timeout_s is None else int(timeout_s * 1000)))
 
     def send(self, message: FromCore) -> None:
         self._outbox.send(encode(message))

@@ -41,6 +41,8 @@ class Rows:
         self.tables: list[NDArray[np.int32]] = [
             np.full((num_rows, width), NO_BLOCK, dtype=np.int32) for _ in range(num_groups)
         ]
+        self.num_table_changes = 0
+        """Plans so far that changed a table."""
         self.is_greedy = np.zeros(num_rows, dtype=np.bool_)
         self.is_stateful = np.zeros(num_rows, dtype=np.bool_)
         """Whether something changes the logits; these rows have a `state`."""
@@ -69,6 +71,8 @@ class Rows:
             self._failures.pop(row, None)
         for new in plan.new:
             self._take(new)
+        if plan.new or plan.updates:
+            self.num_table_changes += 1
         for update in plan.updates:
             end = update.first + len(update.block_ids)
             self.tables[update.group][update.row, update.first : end] = update.block_ids
@@ -102,6 +106,10 @@ class Rows:
     def put(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Append a token to each of `rows`, which have `lengths` tokens."""
         self.tokens[rows, np.minimum(lengths, self.tokens.shape[1] - 1)] = token_ids
+
+    def put_one(self, row: int, length: int, token_id: int) -> None:
+        """Append a token to one row, which has `length` tokens."""
+        self.tokens[row, min(length, self.tokens.shape[1] - 1)] = token_id
 
     def _take(self, new: NewRow) -> None:
         row, sampling = new.row, new.sampling

@@ -53,6 +53,10 @@ class CpuProgram:
         self._dtype = DType.F32 if self._kv_dtype is DType.F32 else DType.BF16
         self._num_groups = len(layouts)
         self._kept: list[Any] = [blocks]
+        self._batch: StepBatch | None = None
+        """Whose arrays `_given` points to."""
+        self._tables: list[NDArray[np.int32]] = []
+        self._given: Any = None
         self._handle: int | None = library.functions.pdm_program_create(isa)
         if not self._handle:
             raise LibraryError(library.last_error())
@@ -61,9 +65,23 @@ class CpuProgram:
 
     def run(self, pool: Pool, batch: StepBatch) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         """Write the KV of all tokens; return logits [R, V] and the ids of the largest [R], -1 where one is NaN."""
+        if batch is not self._batch:
+            self._take(batch)
         num_logits = len(batch.logits_index)
         logits = np.empty((num_logits, self._config.vocab_size), dtype=np.float32)
         best_ids = np.empty(num_logits, dtype=np.int32)
+        self._library.call(
+            "pdm_program_run",
+            self._handle,
+            pool.handle,
+            self._given,
+            logits.ctypes.data,
+            best_ids.ctypes.data,
+        )
+        return logits, best_ids
+
+    def _take(self, batch: StepBatch) -> None:
+        """Note where a batch's arrays are. Nearly all steps come in those of the step before."""
         tables = [np.ascontiguousarray(table, dtype=np.int32) for table in batch.block_tables]
         given = Batch(
             num_tokens=len(batch.token_ids),
@@ -76,17 +94,13 @@ class CpuProgram:
             context_len=batch.context_len.ctypes.data,
             block_tables=(ctypes.c_void_p * len(tables))(*(table.ctypes.data for table in tables)),
             logits_index=batch.logits_index.ctypes.data,
-            num_logits=num_logits,
+            num_logits=len(batch.logits_index),
         )
-        self._library.call(
-            "pdm_program_run",
-            self._handle,
-            pool.handle,
-            ctypes.byref(given),
-            logits.ctypes.data,
-            best_ids.ctypes.data,
-        )
-        return logits, best_ids
+        is_copied = any(mine is not its for mine, its in zip(tables, batch.block_tables, strict=True))
+        # A copy would not follow its original.
+        self._batch = None if is_copied else batch
+        self._tables = tables
+        self._given = ctypes.byref(given)
 
     def num_bytes(self, num_tokens: int, num_logits: int) -> int:
         """Return the bytes of activations that a step of that size takes."""
