@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdmesh.auth import AuthInterceptor
 from pdmesh.channels import add_port
+from pdmesh.config import LOOPBACK_HOSTS
 from pdmesh.decoding import DecodeInterceptor
 from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.http_server import serving
@@ -82,6 +83,12 @@ async def grpc_server(
         bound = add_port(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", secret)
     except RuntimeError as exc:
         raise port_in_use(host, port, "grpc_port") from exc
+    if secret.certificates is None and host not in LOOPBACK_HOSTS:
+        log.warning(
+            "gRPC on %s is not encrypted: whoever can listen in reads prompts, KV and the credential with which anyone can call; "
+            "set tls-cert, tls-key and tls-ca unless the network is the mesh's own",
+            host,
+        )
     await server.start()
     _running[asyncio.get_running_loop()] += 1
     for name in ("", *names):

@@ -18,7 +18,8 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
 GENERATING = {"/v1/completions": {"prompt": "x", "max_tokens": 1}, "/v1/chat/completions": CHAT | {"max_tokens": 1}}
 RENDERING = {f"{path}/render": body for path, body in GENERATING.items()}
 OTHERS = {"/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [5, 6]}}
-TOP = [{"ticket": FORGED}, {"ticket": {"offer_id": "o-1"}}, {"kv_transfer_params": REMOTE}]
+TOP = [{"ticket": FORGED}, {"ticket": {"offer_id": "o-1"}}, {"kv_transfer_params": REMOTE}, {"kv_transfer_params": {}}]
+EMPTY = [{"ticket": None}, {"ticket": ""}, {"ticket": {}}, {"kv_transfer_params": None}]
 NESTED = [
     {"extra_body": {"ticket": FORGED, "kv_transfer_params": REMOTE}},
     {"metadata": {"ticket": FORGED, "kv_transfer_params": "x"}},
@@ -60,6 +61,14 @@ def test_the_proxy_refuses_them_by_name(proxy: ApiServer, path: str, forged: dic
 def test_no_port_takes_a_ticket(server: ApiServer, path: str) -> None:
     answer = server.post(path, (GENERATING | RENDERING)[path] | {"ticket": FORGED})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "ticket")
+
+
+@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize("empty", EMPTY, ids=str)
+def test_empty_ones_are_as_none(server: ApiServer, path: str, empty: dict[str, Any]) -> None:
+    server.generator.requests.clear()
+    assert server.post(path, GENERATING[path] | empty).status_code == 200
+    _check_unharmed(server)
 
 
 @pytest.mark.parametrize("path", GENERATING)

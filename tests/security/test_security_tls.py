@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -53,12 +54,12 @@ class Describer(mesh_pb2_grpc.EngineServicer):
 
 
 @asynccontextmanager
-async def serving(secret: MeshSecret) -> AsyncIterator[str]:
+async def serving(secret: MeshSecret, host: str = "127.0.0.1") -> AsyncIterator[str]:
     def register(server: grpc.aio.Server) -> list[str]:
         mesh_pb2_grpc.add_EngineServicer_to_server(Describer(), server)
         return [pb.DESCRIPTOR.services_by_name["Engine"].full_name]
 
-    async with grpc_server("127.0.0.1", 0, secret, register) as port:
+    async with grpc_server(host, 0, secret, register) as port:
         yield f"127.0.0.1:{port}"
 
 
@@ -85,6 +86,21 @@ async def test_members_reach_each_other(authority: Authority, tmp_path: Path, se
     one, other = (member(authority.issue(tmp_path / name), secret) for name in ("one", "other"))
     async with serving(one) as address:
         assert await ask(address, other) == "prefill-1"
+
+
+@pytest.mark.parametrize(
+    ("host", "with_tls", "num_warnings"), [("0.0.0.0", False, 1), ("0.0.0.0", True, 0), ("127.0.0.1", False, 0)]
+)
+async def test_a_port_that_can_be_listened_in_to_is_logged_once(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, with_tls: bool, num_warnings: int
+) -> None:
+    secret = member(authority.issue(tmp_path / "one")) if with_tls else MeshSecret(SECRET)
+    with caplog.at_level(logging.WARNING):
+        async with serving(secret, host) as address:
+            assert await ask(address, secret) == "prefill-1"
+            assert await ask(address, secret) == "prefill-1"
+    warned = [record for record in caplog.records if f"gRPC on {host} is not encrypted" in record.message]
+    assert len(warned) == num_warnings
 
 
 async def test_the_blocking_channel_speaks_tls_too(authority: Authority, tmp_path: Path) -> None:
