@@ -223,7 +223,7 @@ def test_reads_go_on_where_no_thread_can_be_started_any_more(scene: Scene, monke
 
 @pytest.mark.skipif(missing("nixl") != "", reason=missing("nixl"))
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_over_nixl_both_halves_of_a_read_arrive() -> None:
+def test_over_nixl_both_halves_of_a_read_arrive_and_nobody_stays_awake() -> None:
     script = Path(__file__).parents[1] / "support" / "paired_read.py"
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
-    assert result.stdout == "2 whole\n", result.stderr
+    assert result.stdout == "2 whole idle\n", result.stderr

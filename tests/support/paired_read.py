@@ -1,7 +1,7 @@
 """Reads of another agent's memory by the agents that a NIXL helper has; in a process of its own, as UCX reads its environment
 once.
 
-Prints how many of them have read, and whether all of it has arrived each time.
+Prints how many of them have read, whether all of it has arrived each time, and whether they sleep afterwards.
 """
 
 import os
@@ -49,8 +49,12 @@ def main() -> None:
         is_whole &= state is CopyState.DONE and np.array_equal(source, target)
         consumer.release(handle)
         num_shared += len(readers) == 2
+    before_s = time.process_time()
+    time.sleep(1.0)
+    # A progress thread that polls takes half a core.
+    is_idle = time.process_time() - before_s < 0.1
     consumer.remove_peer(peer)
-    sys.stdout.write(f"{len(readers)} {'whole' if is_whole else 'damaged'}\n")
+    sys.stdout.write(f"{len(readers)} {'whole' if is_whole else 'damaged'} {'idle' if is_idle else 'busy'}\n")
     sys.stdout.flush()
     # Without destructors: NIXL's may wait for peers that are gone.
     os._exit(0)
