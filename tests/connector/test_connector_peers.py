@@ -521,7 +521,7 @@ def test_a_process_that_is_met_under_two_names_at_once_is_one_peer() -> None:
             peers.forget("owner@1")
             assert not peers.knows(first)
             assert half.detached == ["owner@1"]
-            assert not peers._greeter._attaching
+            assert not len(peers._greeter.turns)
 
     asyncio.run(scenario())
 

@@ -18,7 +18,7 @@ import pytest
 from pdmesh.connector.base import PushConnector
 from pdmesh.connector.pool import PoolShape
 from pdmesh.connector.registry import make_worker_connectors
-from pdmesh.engine.messages import DisconnectPeer
+from pdmesh.engine.messages import ConnectPeer, DisconnectPeer
 from pdmesh.engine.push_messages import PushReport
 from pdmesh.engine.server import outgoing_pushes
 from pdmesh.engine.server.assembly import Engine
@@ -31,7 +31,7 @@ from pdmesh.protocol.ticket import request_digest
 from pdmesh.protocol.transfers import Begin
 from pdmesh.security import MeshSecret
 from pdmesh_kernels.block_sum import sum_blocks
-from support.held_engine import HeldCore, play
+from support.held_engine import HeldCore, held_engine, play
 from support.mesh import Service, start
 from support.pool_node import make_pool
 
@@ -228,6 +228,36 @@ def test_consumers_that_were_replaced_do_not_stay_connected_for_ever(monkeypatch
         assert gone == ["b@1", "c@1"]
 
     play(scene)
+
+
+def test_a_consumer_that_cannot_be_connected_holds_up_its_own_pushes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody was written to that was not connected yet while one consumer hung, 15 s for each of its pushes."""
+    monkeypatch.setattr(HeldCore, "ready", msgspec.structs.replace(HeldCore.ready, block_size=BLOCK))
+
+    class Deaf(HeldCore):
+        def send(self, message: Any) -> None:
+            if isinstance(message, ConnectPeer) and message.peer_id.startswith("hangs@"):
+                self.sent.append(message)
+            else:
+                super().send(message)
+
+    async def go() -> None:
+        core = Deaf()
+        async with held_engine(core) as engine:
+            pushes = engine.handoff.pushes
+            pushes.opened("o", NUM_TOKENS)
+            hanging = [asyncio.create_task(pushes._attach(order_of(f"hangs@{start}"))) for start in (1, 1, 2)]
+            await asyncio.sleep(0)
+            async with asyncio.timeout(5):
+                await pushes._attach(order_of("a@1"))
+            # Of those that hang one is asked for at a time, and nothing is kept of them.
+            assert [each.peer_id for each in core.sent if isinstance(each, ConnectPeer)] == ["hangs@1", "a@1"]
+            for each in hanging:
+                each.cancel()
+            await asyncio.wait(hanging, timeout=5)
+            assert (list(pushes._attached), len(pushes._attaching)) == (["a@1"], 0)
+
+    asyncio.run(go())
 
 
 def test_a_push_that_ends_late_does_not_cost_its_consumer_the_connection_that_was_made_since(

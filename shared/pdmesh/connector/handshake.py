@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import grpc
@@ -26,6 +26,7 @@ from pdmesh.protocol.exchange import Exchange, KVDescription, KVNames, descripti
 from pdmesh.protocol.layout import Layout
 from pdmesh.protocol.version import PROTOCOL_MIN, PROTOCOL_VERSION, agree
 from pdmesh.security import MeshSecret
+from pdmesh.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -169,8 +170,9 @@ class Greeter:
         self._attach = attach
         self._block_bytes = block_bytes
         self._logged: dict[tuple[str, str], None] = {}
-        self._attaching: dict[str, asyncio.Future[None]] = {}
-        """By peer id: done when the handshake that attaches it has ended."""
+        self.turns = Turns()
+        """Of those who attach a peer, by its id: met under two names at once it would be two peers of one id, and who loses one
+        of them detaches both."""
 
     async def ask(
         self, stub: "mesh_pb2_grpc.KVPeerAsyncStub", address: str, deadline_s: float = HANDSHAKE_TIMEOUT_S
@@ -223,19 +225,6 @@ class Greeter:
             else:
                 return name
         return ""
-
-    @contextlib.asynccontextmanager
-    async def alone_with(self, peer_id: str) -> AsyncIterator[None]:
-        """Wait until nobody attaches a peer: met under two names at once it would be two peers of one id, and who loses one of
-        them detaches both."""
-        while (other := self._attaching.get(peer_id)) is not None:
-            await asyncio.wait([other])
-        done = self._attaching[peer_id] = asyncio.get_running_loop().create_future()
-        try:
-            yield
-        finally:
-            del self._attaching[peer_id]
-            done.set_result(None)
 
     async def attach_first(self, address: str, greeting: "Greeting", after: str = "") -> str:
         """Attach by the first connector that both sides have and that works, of those after `after`; returns its name.

@@ -279,7 +279,7 @@ class PeerDirectory:
             reply = greeting.reply
             # It answers: whoever comes now waits for this meeting, which may take its time in the core.
             self._silences.answered(address)
-            async with self._greeter.alone_with(reply.peer_id):
+            async with self._greeter.turns.of(reply.peer_id):
                 if (known := self._by_id(reply.peer_id)) is not None:
                     # The same process under a second name.
                     self._known[address] = known

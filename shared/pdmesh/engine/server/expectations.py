@@ -14,7 +14,7 @@ from collections import OrderedDict
 
 import grpc.aio
 
-from pdmesh.connector.active import PullEnd, are_as_told
+from pdmesh.connector.active import UNKNOWN, PullEnd, are_as_told
 from pdmesh.connector.handshake import Peer, translated
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.peers import PeerDirectory
@@ -54,6 +54,7 @@ REACH_TIMEOUT_S = 10.0
 PLAN_TIMEOUT_S = 15.0
 # The last chunk's write began before the ticket was made: it is here sooner than a pull that begins now.
 SETTLE_WAIT_S = 0.5
+UNSUMMED = "unsummed"
 
 
 class Expectations:
@@ -286,7 +287,7 @@ class Expectations:
             raise TransferFailed("peer_lost: the owner's stream ended early")
 
     async def _check(self, plan: PushExpected, start: int, progress: PushProgress) -> None:
-        """Raise TransferFailed when the blocks that are new do not sum to what the owner's do."""
+        """Raise TransferFailed unless the blocks that are new sum to what the owner's do."""
         if not progress.checksums or self._pool is None:
             return
         if len(progress.checksums) != len(plan.blocks):
@@ -297,6 +298,9 @@ class Expectations:
             sums = await asyncio.to_thread(sum_blocks, self._pool.blocks, blocks[start : progress.num_blocks])
             if len(wanted) != len(sums) or not are_as_told(sums, wanted):
                 raise TransferFailed(f"{PullEnd.CORRUPT}: blocks came otherwise than they were written")
+            if UNKNOWN in wanted:
+                # Full blocks have sums: the owner had given them away before it came to it. Nothing is found of them unchecked.
+                raise TransferFailed(f"{UNSUMMED}: what was written has no sum at its owner any more")
 
     def _received(self, expected: Expected, receiving: asyncio.Task[None]) -> None:
         """Nothing more comes of the stream: see to it that the writer has stopped."""

@@ -27,6 +27,7 @@ from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import NUM_REMEMBERED, OfferTable
 from pdmesh.protocol.pushes import PushOrder, PushProgress, progress_to_pb
 from pdmesh.protocol.states import Reason, TransferState
+from pdmesh.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ class OutgoingPushes:
         self._opened = asyncio.Event()
         self._attached: OrderedDict[str, _Attached] = OrderedDict()
         """By consumer; that of the latest push at the end."""
-        self._attaching = asyncio.Lock()
+        self._attaching = Turns()
+        """Of those who have a consumer connected, by its engine id: one that hangs holds up its own pushes only."""
         self._unsure: OrderedDict[str, None] = OrderedDict()
         """Transfers of which bytes may be on their way to the consumer although this engine writes no more."""
         owner.on_push = self.serve
@@ -218,7 +220,7 @@ class OutgoingPushes:
         num_full = self._num_tokens.get(order.begin.offer_id, 0) // self._ready.block_size
         if targets.first_block + len(targets.block_ids) > num_full:
             raise TransferFailed(f"mismatch: the prompt of the offer has {num_full} full blocks")
-        async with self._attaching:
+        async with self._attaching.of(engine_id_of(consumer_id)):
             if (known := self._attached.get(consumer_id)) is not None and known.metadata == order.metadata:
                 self._attached.move_to_end(consumer_id)
                 return known
