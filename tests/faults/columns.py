@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from faults.client import Ballast, Client, wait_until
-from faults.matrix import Column, Connector, Row, Target
+from faults.matrix import Column, Connector, Fault, Row, Target
 from faults.node import Node
 from faults.pools import contents
 from faults.stage import PREFILL_ROWS, SLOW_BYTES_S, Stage
@@ -115,6 +115,8 @@ def reach(scene: Scene, row: Row, column: Column) -> None:
         _mid_fetch_from_tier(scene)
     elif column is Column.MID_FETCH and row.target is Target.VALKEY:
         _mid_fetch_from_valkey(scene)
+    elif column is Column.MID_FETCH and row.fault is Fault.EXPIRY:
+        _about_to_read(scene)
     else:
         REACHING[column](scene)
 
@@ -130,12 +132,28 @@ def _queued(scene: Scene) -> None:
 
 
 def _mid_prefill(scene: Scene) -> None:
-    scene.load_prefills(1)
-    client = scene.start()
-    scene.find_prefill(lambda metrics: metrics.get("vllm:num_requests_running", 0) == 2, "a chunk is computed")
+    client = _begin_prefill(scene)
     scene.hold.touch()
     time.sleep(2 * STEP_S)
     assert not client.tokens, "the prompt was computed before the step could be held"
+
+
+def _begin_prefill(scene: Scene) -> Client:
+    """Have a prefill compute a chunk, slowly; where engines push, have it push too."""
+    is_pushed = scene.stage.settings.connector is Connector.PUSH
+    if is_pushed:
+        _acquaint(scene)
+    pushed = _pushed_bytes(scene)
+    scene.load_prefills(1)
+    client = scene.start()
+    scene.find_prefill(lambda metrics: metrics.get("vllm:num_requests_running", 0) == 2, "a chunk is computed")
+    if is_pushed:
+        wait_until(lambda: _pushed_bytes(scene) > pushed, REACHED_WITHIN_S, "a chunk is pushed")
+    return client
+
+
+def _pushed_bytes(scene: Scene) -> float:
+    return sum(node.metric("pdmesh_push_bytes_total") for node in scene.stage.prefills)
 
 
 def _acquaint(scene: Scene) -> None:
@@ -147,9 +165,14 @@ def _acquaint(scene: Scene) -> None:
 
 
 def _offered(scene: Scene) -> None:
-    _acquaint(scene)
-    scene.decode.freeze_server()
-    client = scene.start()
+    if scene.stage.settings.connector is Connector.PUSH:
+        # Some of it has arrived by then.
+        client = _begin_prefill(scene)
+        scene.decode.freeze_server()
+    else:
+        _acquaint(scene)
+        scene.decode.freeze_server()
+        client = scene.start()
     client.wait_tokens(1, REACHED_WITHIN_S)
     scene.find_prefill(lambda metrics: metrics.get("pdmesh_offers_open") == 1, "an offer")
 
@@ -169,6 +192,17 @@ def _begin_pull(scene: Scene) -> None:
     scene.find_prefill(lambda metrics: metrics.get("pdmesh_transfers_reading") == 1, "a pull")
     if is_slow:
         time.sleep(PART_S)
+
+
+def _about_to_read(scene: Scene) -> None:
+    """Have the transfer begun and its read not, whatever reads: the time that a pull has runs from when it begins to read, so
+    that it is the owner's memory, and no clock of its own, that tells a reader that it is late.
+    """
+    _acquaint(scene)
+    scene.decode.freeze_core()
+    client = scene.start()
+    client.wait_tokens(1, REACHED_WITHIN_S)
+    scene.find_prefill(lambda metrics: metrics.get("pdmesh_transfers_reading") == 1, "a transfer")
 
 
 def _complete(scene: Scene, body: dict[str, Any]) -> None:

@@ -80,6 +80,8 @@ class Answer(StrEnum):
 class Connector(StrEnum):
     SHM = "shm"
     NIXL = "nixl"
+    PUSH = "nixl push"
+    """NIXL, and prefill writes into decode's memory while it computes."""
     GRPC = "grpc"
     FILE = "file"
 
@@ -127,6 +129,9 @@ COLUMNS = tuple(Column)
 NETWORK = (Fault.DROP, Fault.DELAY, Fault.CUT)
 
 UNTIL_OFFERED = (Column.BEFORE, Column.QUEUED, Column.MID_PREFILL)
+PUSHED_BY = (Target.PROXY, Target.PREFILL, Target.DECODE)
+"""Whoever has a part in a push."""
+PUSHED_AT = (Column.MID_PREFILL, Column.OFFERED)
 FETCHING = (Column.OFFERED, Column.MID_FETCH, Column.FETCHED)
 GENERATING = (Column.DECODING, Column.LAST)
 
@@ -184,8 +189,14 @@ def evidence(cell: Cell) -> tuple[str, ...]:
     if cell.row.fault is Fault.CORRUPT and cell.column in FETCHING and is_read_later:
         return ("corrupt",)
     if cell.row.fault is Fault.EXPIRY and cell.column is not Column.FETCHED:
-        return ("expired", "stale", "released", "unknown", "timeout")
+        # Not "timeout": that would be the pull's own clock, and say nothing of a late read.
+        return ("expired", "stale")
     return ()
+
+
+def must_be_forgotten(cell: Cell) -> bool:
+    """Whether the owner has heard that its memory is damaged: whoever comes later must get nothing of what it holds."""
+    return cell.row.fault is Fault.CORRUPT and bool(evidence(cell))
 
 
 def impossible(row: Row, column: Column) -> str:
@@ -210,6 +221,8 @@ def connectors(row: Row, column: Column) -> tuple[Connector, ...]:
     if row.fault is Fault.DISK_FULL:
         # Where offers are written to that disk too.
         return (Connector.SHM, Connector.FILE)
+    if row.fault in (Fault.KILL, Fault.FREEZE) and row.target in PUSHED_BY and column in PUSHED_AT:
+        return (Connector.SHM, Connector.PUSH)
     if column in (Column.MID_FETCH, Column.FETCHED) and row.target not in (Target.KVCACHE, Target.VALKEY):
         return (Connector.SHM, Connector.GRPC, Connector.NIXL)
     return (Connector.SHM,)
@@ -237,6 +250,7 @@ def covering() -> list[Cell]:
         for row, column in chosen
     ]
     cells.append(Cell(Row(Fault.KILL, Target.PREFILL), Column.MID_FETCH, Policy.ALONE, Connector.NIXL))
+    cells.append(Cell(Row(Fault.KILL, Target.DECODE), Column.MID_PREFILL, Policy.ALONE, Connector.PUSH))
     return sorted(cells, key=lambda cell: cell.kind)
 
 

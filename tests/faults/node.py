@@ -139,6 +139,9 @@ class Node:
     def freeze_server(self) -> None:
         self._stop(self._all()[:1])
 
+    def freeze_core(self) -> None:
+        self._stop([each for each in self._all()[1:] if CORE in command_of(each)])
+
     def freeze_transport(self) -> None:
         """SIGSTOP to the process that pulls: a helper where the connector has one, else the core."""
         children = self._all()[1:]

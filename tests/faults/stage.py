@@ -42,6 +42,7 @@ NUM_RANGES = 8
 _given: deque[int] = deque(maxlen=200)
 HELD = (
     "pdmesh_kv_blocks_used",
+    "pdmesh_kv_blocks_quarantined",
     "pdmesh_offers_open",
     "pdmesh_offers_held",
     "pdmesh_transfers_reading",
@@ -190,16 +191,18 @@ class Stage:
         self._addresses[name] = f"{host}:{grpc_port}"
         policy = "recompute" if settings.policy is Policy.ALTERNATIVE else "fail"
         # What a full disk does not take goes another way.
-        connectors = (
-            f"{settings.connector},{Connector.GRPC}" if settings.connector is Connector.FILE else settings.connector
-        )
+        connectors = {
+            Connector.FILE: f"{Connector.FILE},{Connector.GRPC}",
+            Connector.PUSH: Connector.NIXL,
+        }.get(settings.connector, settings.connector)
+        mode = ("--kv-transfer-mode", "push") if settings.connector is Connector.PUSH else ()
         own = ("--max-num-seqs", str(PREFILL_ROWS)) if role == "prefill" else ("--max-num-seqs", "8")
         return self._node(
             role, name, "--model", str(model), "--dtype", "float32", "--grpc-port", str(grpc_port), "--engine-id", name,
             "--connector", connectors, "--kv-load-failure-policy", policy, "--cpu-threads", "1",
             "--kv-cache-memory-bytes", str(POOL_BYTES), "--max-num-batched-tokens", str(CHUNK_TOKENS),
             "--kvcache-lookup-timeout-s", "2", "--logits-processors", "faults.pacer:Pacer", "--block-size", "32",
-            *self._options(), *own, *flags, station=station,
+            *self._options(), *mode, *own, *flags, station=station,
         )  # fmt: skip
 
     def _options(self) -> tuple[str, ...]:

@@ -10,16 +10,18 @@ from typing import Any
 
 import httpx
 
-from faults.client import Client
+from faults.client import Client, wait_until
 from faults.columns import NUM_TOKENS, Scene, reach
 from faults.injections import inject, prepare
-from faults.matrix import Answer, Cell, evidence, loses_the_proxy, required
+from faults.matrix import Answer, Cell, evidence, loses_the_proxy, must_be_forgotten, required
 from faults.stage import DEADLINE_S, Stage
 
 PROMPT_TOKENS = 600
 FIRST_ORDINARY_TOKEN, LAST_ORDINARY_TOKEN = 10, 370
 CLIENT_GRACE_S = 5.0
 MAX_TRIES = 3
+NOTICED_WITHIN_S = 10.0
+OK = 200
 MISSED = (AssertionError, OSError, httpx.HTTPError)
 """What a check or a call raises that did not come to what it should."""
 NEVER_BEFORE = (Answer.WRONG, Answer.BROKEN, Answer.OTHER)
@@ -70,14 +72,15 @@ def check(stage: Stage, cell: Cell, right_tokens: RightTokens, folder: Path) -> 
     missed: list[str] = []
     while True:
         body = body_of(cell, len(missed))
-        result = attempt(stage, cell, body, right_tokens(body), folder)
+        result = attempt(stage, cell, body, right_tokens, folder)
         if result.reached or len(missed) + 1 == MAX_TRIES:
             return replace(result, tries=tuple(missed))
         missed.append(result.fault)
 
 
-def attempt(stage: Stage, cell: Cell, body: dict[str, Any], expected: list[int], folder: Path) -> Result:
+def attempt(stage: Stage, cell: Cell, body: dict[str, Any], right_tokens: RightTokens, folder: Path) -> Result:
     """Try a cell once on a whole mesh, and mend the mesh."""
+    expected = right_tokens(body)
     proxies = stage.proxies if loses_the_proxy(cell) else stage.proxies[:1]
     addresses = [(proxy.host, proxy.port) for proxy in proxies]
 
@@ -97,11 +100,13 @@ def attempt(stage: Stage, cell: Cell, body: dict[str, Any], expected: list[int],
         scene.release(injected.frozen)
         client.wait_over()
         answer = client.answer(expected)
+        later = _ask_later(scene, right_tokens) if must_be_forgotten(cell) else ""
         injected.finish()
         if answer not in required(cell):
             fault = f"{answer} where {' or '.join(sorted(required(cell)))} is required"
         elif (words := evidence(cell)) and not any(word in client.route + client.told for word in words):
             fault = f"nothing tells of {' or '.join(words)}"
+        fault = fault or later
         held_s = stage.wait_nothing_held(stage.nodes)
         fault = fault or stage.defects()
     except MISSED as exc:
@@ -114,6 +119,22 @@ def attempt(stage: Stage, cell: Cell, body: dict[str, Any], expected: list[int],
     except AssertionError as exc:
         fault = fault or f"not mended: {exc}"
     return _result(cell, scene, answer, held_s, fault)
+
+
+def _ask_later(scene: Scene, right_tokens: RightTokens) -> str:
+    """Ask anew what begins like the request, of the engine whose memory was damaged and of the whole mesh; what is wrong with
+    the answers. An error would be no lie.
+    """
+    assert scene.prefill is not None
+    prefill = scene.prefill
+    wait_until(lambda: prefill.metric("pdmesh_kv_damaged_blocks_total") > 0, NOTICED_WITHIN_S, "its owner has noticed")
+    for number, node in enumerate((prefill, scene.stage.proxies[0])):
+        body = scene.body | {"prompt": [*scene.body["prompt"], FIRST_ORDINARY_TOKEN + number]}
+        answer = httpx.post(f"{node.url}/v1/completions", json=body | {"return_token_ids": True}, timeout=DEADLINE_S)
+        if answer.status_code != OK or answer.json()["choices"][0]["token_ids"] == right_tokens(body):
+            continue
+        return f"{node.name} answers wrong tokens to a later request that begins alike"
+    return ""
 
 
 def _missed(cell: Cell, scene: Scene, expected: list[int], why: str) -> Result:
