@@ -27,7 +27,8 @@ from pdmesh.engine.push_messages import (
 from pdmesh.engine.request import Sequence
 from pdmesh.protocol.states import LANDING_TABLE, LandingEvent, LandingState
 
-# Of the pool, for all landings; and of what is free, for one: requests that run must not lose their blocks to guests.
+# Of the pool, for all landings and what is cached of their prompts; and of what is free, for one: requests that run must not
+# lose their blocks to guests.
 MAX_SHARE = 0.5
 MAX_SHARE_OF_FREE = 0.5
 NO_ROOM, NOT_CACHED, WINDOWS = "no_room", "no_prefix_cache", "windows"
@@ -43,6 +44,8 @@ class _Landing:
     extra_keys: ExtraKeys
     first: int
     """Index of the first block that is missing here."""
+    cached: BlockLists
+    """The blocks before that one."""
     targets: BlockLists
     num_arrived: int = 0
     """Leading targets that hold their content."""
@@ -56,10 +59,11 @@ class _Landing:
         return len(self.targets[0])
 
     @property
-    def num_held(self) -> int:
-        """Leading targets that are held at most."""
+    def held(self) -> BlockLists:
+        """Blocks that nobody else gets: what there is of the prompt, as long as it is wanted, and what a peer may write."""
         is_awaited = self.state in (LandingState.EXPECTED, LandingState.QUARANTINED)
-        return self.num_targets if is_awaited else self.num_arrived
+        arrived = [*self.cached, *self.part(0, self.num_arrived)] if self.is_wanted else []
+        return arrived + (self.part(self.num_arrived, self.num_targets) if is_awaited else [])
 
     def part(self, start: int, end: int) -> BlockLists:
         return [table[start:end] for table in self.targets]
@@ -93,7 +97,7 @@ class Landings:
         first = len(cached[0])
         # What is cached is free to be taken, too, unless it is held.
         kv.prompts.acquire(cached)
-        if obstacle := self._refusal(len(keys) - first):
+        if obstacle := self._refusal(cached, len(keys) - first):
             kv.drop(cached)
             self._refuse(order, obstacle)
             return
@@ -101,7 +105,7 @@ class Landings:
         self._state.ledger.keep_pushed(_found(order.transfer_id), cached)
         self._state.ledger.keep_pushed(_missing(order.transfer_id), targets)
         self._landings[order.transfer_id] = _Landing(
-            keys=keys, token_ids=token_ids, extra_keys=extra_keys, first=first, targets=targets
+            keys=keys, token_ids=token_ids, extra_keys=extra_keys, first=first, cached=cached, targets=targets
         )
         self._state.outbox.expected.append(
             PushExpected(transfer_id=order.transfer_id, first_block=first, blocks=[list(table) for table in targets])
@@ -171,13 +175,15 @@ class Landings:
             return NOT_CACHED
         return WINDOWS if any(group.window for group in kv.groups) else ""
 
-    def _refusal(self, num_missing: int) -> str:
-        """Why so many blocks are not taken for a push; empty when they are."""
+    def _refusal(self, cached: BlockLists, num_missing: int) -> str:
+        """Why so many blocks are not taken for a push, beside what is cached for it; empty when they are."""
         kv = self._state.kv
         if not num_missing:
             return ALL_CACHED
         num_wanted = num_missing * len(kv.groups)
-        num_held = sum(len(each.targets) * each.num_held for each in self._landings.values())
+        # A beginning that several prompts share is held once.
+        held = {block_id for each in self._landings.values() for table in each.held for block_id in table}
+        num_held = len(held.union(*cached))
         fits = num_held + num_wanted <= MAX_SHARE * kv.num_blocks and num_wanted <= MAX_SHARE_OF_FREE * kv.num_free
         return "" if fits else NO_ROOM
 
