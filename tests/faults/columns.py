@@ -213,6 +213,8 @@ def _complete(scene: Scene, body: dict[str, Any]) -> None:
 def put_into_tier(scene: Scene) -> None:
     """Have the request's prompt in the kvcache service, and behind it, and in no engine."""
     kvcache = scene.stage.kvcache
+    # A disk that was full before has room again, which the tier finds out within its interval.
+    wait_until(lambda: kvcache.metric("pdmesh_kvcache_backing_writable") == 1, REACHED_WITHIN_S, "Valkey takes writes")
     before = kvcache.metric(WRITES)
     _complete(scene, scene.body | {"max_tokens": 1})
     num_blocks = len(scene.body["prompt"]) // BLOCK_TOKENS
