@@ -281,6 +281,39 @@ def test_resuming_several_choices_from_one_ticket(pair: tuple[CoreHarness, CoreH
         assert prefill.tokens(choice=choice) + decode.tokens(choice=choice) == whole.tokens(choice=choice)
 
 
+def corrupt_source(sealed: OfferSealed) -> KVSource:
+    """Blocks that do not hold what their owner has summed."""
+    groups = [msgspec.structs.replace(each, checksums=[5] * len(each.block_ids)) for each in sealed.groups]
+    return source_of(sealed, groups=groups, offer_id="offer")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_emitted", [1, 3])
+def test_tokens_drawn_from_damaged_kv_are_drawn_again_and_shown_once(is_async: bool, num_emitted: int) -> None:
+    """A pull that is corrupt says of the token before it that it may be wrong: it was gone on from all the same."""
+    prefill, decode = make_core("p@1"), make_core("d@1", is_async=is_async)
+    connect(decode, prefill, "p@1")
+    prompt, options = prompt_of(18), {"temperature": 1.1, "seed": 9, "n": 3, "frequency_penalty": 0.5}
+    sealed = prefill_prompt(prefill, prompt, **options)
+    whole = CoreHarness()
+    whole.add(prompt, **options)
+    whole.run()
+    right = {choice: whole.tokens(choice=choice) for choice in (0, 1, 2)}
+    assert all(prefill.tokens(choice=choice) == right[choice][:1] for choice in right)
+    emitted = [right[choice][:num_emitted] for choice in right]
+    emitted[1] = [*emitted[1][:-1], emitted[1][-1] ^ 1]
+    decode.add(prompt, choices=[0, 1, 2], emitted=emitted, source=corrupt_source(sealed), **options)
+    decode.run()
+    assert [each.reason for each in ended(decode)] == ["corrupt"]
+    for choice in (0, 2):
+        assert right[choice][:num_emitted] + decode.tokens(choice=choice) == right[choice]
+        assert decode.finish_reason(choice=choice) == "length"
+        assert decode.deltas_of(choice=choice)[0].kv_source.startswith("recompute:corrupt" if choice == 0 else "")
+    [delta] = decode.deltas_of(choice=1)
+    assert (delta.error_code, delta.token_ids) == ("DamagedKV", [])
+    assert decode.num_used == 0
+
+
 def test_a_connector_that_is_given_up_leaves_the_others_of_its_peer(pair: tuple[CoreHarness, CoreHarness]) -> None:
     prefill, decode = pair
     sealed = prefill_prompt(prefill, prompt_of(17))

@@ -251,6 +251,8 @@ class BlocksComputed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
     keys: list[bytes]
     blocks: GroupBlocks
+    reused: list[GroupBlocks] = []
+    """What they were computed behind and was not computed for this request: as good as these are they are."""
 
 
 class NeedsSource(msgspec.Struct, frozen=True, kw_only=True, tag=True):

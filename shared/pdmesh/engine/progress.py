@@ -8,6 +8,7 @@ from pdmesh.engine.remote_kv import RemoteKV
 from pdmesh.engine.repetition import ends_in_repetition
 from pdmesh.engine.request import NO_ROW, Request, Sequence
 from pdmesh.engine.states import Event
+from pdmesh.errors import DamagedKV
 from pdmesh.protocol.messages import TokenLogprobs
 
 
@@ -82,6 +83,9 @@ class Progress:
                 self._comebacks.spill(sequence)
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if sequence.doubted:
+            self._confirm(sequence, token_id)
+            return
         sequence.tokens.append(token_id)
         event = self._end_after(sequence, token_id)
         listed = [] if logprobs is None else [logprobs]
@@ -91,6 +95,18 @@ class Progress:
         is_eos = token_id in self._eos and not sequence.request.sampling.ignore_eos
         stop_token_id = token_id if event is Event.STOPPED and not is_eos else None
         self._state.finish(sequence, event, token_ids=[token_id], logprobs=listed, stop_token_id=stop_token_id)
+
+    def _confirm(self, sequence: Sequence, token_id: int) -> None:
+        """Take a token that is out already: the same, or the choice has gone on behind a wrong one and ends."""
+        wanted = sequence.doubted.pop(0)
+        if token_id == wanted:
+            # It ended nothing, or nobody would have gone on from it.
+            sequence.tokens.append(token_id)
+            return
+        error = DamagedKV(
+            f"a token that was given out ({wanted}) was drawn from damaged KV: from KV computed anew it is {token_id}"
+        )
+        self._state.finish(sequence, Event.FAILED, error=error)
 
     def _end_after(self, sequence: Sequence, token_id: int) -> Event | None:
         """Return how the sequence ends with the token just appended, or None."""

@@ -7,6 +7,7 @@ reports the end. Every source that a request brings ends in exactly one Transfer
 from dataclasses import replace
 from enum import Enum, auto
 
+from pdmesh.connector.active import PullEnd
 from pdmesh.connector.base import Pull, PullResult
 from pdmesh.connector.ledger import BlockLists, Load, PullPlan, plan_pull
 from pdmesh.engine.comebacks import source_of
@@ -107,6 +108,8 @@ class RemoteKV:
         if reason:
             state.kv.release(sequence)
             sequence.num_reused_tokens = 0
+            if reason == PullEnd.CORRUPT:
+                _doubt(sequence, load.source)
             sequence.apply(Event.PULL_FAILED)
             state.waiting.push(sequence)
             return None if self._fall_back(sequence, load.source, reason) is Begun.FAILED else sequence
@@ -184,7 +187,12 @@ class RemoteKV:
             sequence.num_told_blocks = len(keys)
         described = kv.describe([blocks[first : first + len(keys)] for blocks in sequence.blocks])
         self._state.outbox.computed.append(
-            BlocksComputed(request_id=sequence.request.request_id, keys=keys, blocks=described[0])
+            BlocksComputed(
+                request_id=sequence.request.request_id,
+                keys=keys,
+                blocks=described[0],
+                reused=kv.describe([blocks[:first] for blocks in sequence.blocks]) if first else [],
+            )
         )
 
     def _leave_queue(
@@ -275,6 +283,17 @@ def _unnamed(pull: Pull | ConvertingPull, firsts: list[int]) -> frozenset[tuple[
     """Return (group, place) of the blocks that stay without their first tokens: nobody may find them by their whole content."""
     parts = pull.parts if isinstance(pull, ConvertingPull) else []
     return frozenset((part.group, firsts[part.group]) for part in parts if part.starts_inside_a_block)
+
+
+def _doubt(sequence: Sequence, source: KVSource) -> None:
+    """Have what the owner of damaged KV may have drawn from it drawn again: noise is a function of place, so it comes out the
+    same where all is well.
+    """
+    request = sequence.request
+    # What the sequence has drawn itself rests on KV that was whole when it was fetched, and the tier draws nothing.
+    if source.offer_id and sequence.comeback is None and source.num_tokens < sequence.num_tokens:
+        request.doubted_from = source.num_tokens
+        sequence.doubt(source.num_tokens)
 
 
 def _first_query(sequence: Sequence, source: KVSource) -> int:

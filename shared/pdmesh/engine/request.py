@@ -56,6 +56,8 @@ class Request:
         self.push_id = add.push_id
         """Push that may have brought some of the prompt; empty when there is none, or it has been made use of."""
         self.num_choices = len(request.choices)
+        self.doubted_from: int | None = None
+        """Place from which tokens are drawn again, if any are: who drew them has damaged KV."""
         self.is_prompt_computed = False
         self.is_lookup_counted = False
         """Whether the statistics know what it found in the prefix cache."""
@@ -87,6 +89,8 @@ class Request:
         emitted = self._emitted[place] if self._emitted else []
         tokens = TokenBuffer(self.prompt, emitted)
         sequence = self.sequences[choice] = Sequence(self, choice, place, tokens, len(emitted), self._num_groups)
+        if self.doubted_from is not None:
+            sequence.doubt(self.doubted_from)
         return sequence
 
     @property
@@ -126,6 +130,7 @@ class Sequence:
         "capacity",
         "choice",
         "comeback",
+        "doubted",
         "end",
         "has_reported",
         "is_holding",
@@ -163,6 +168,8 @@ class Sequence:
         self.tokens = tokens
         self.num_emitted = num_emitted
         """Output tokens that another engine produced."""
+        self.doubted: list[int] = []
+        """Tokens that are out and drawn again, next first."""
         self.num_computed = 0
         """Tokens whose KV is in the blocks."""
         self.num_planned = 0
@@ -233,6 +240,15 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.request.wants_prompt_logprobs and self.choice == 0
+
+    def doubt(self, first: int) -> None:
+        """Take the tokens from place `first` on back, to be drawn again and compared; called while nothing is computed."""
+        first = max(first, self.request.num_prompt)
+        self.doubted = [*self.tokens.view(first, self.num_tokens).tolist(), *self.doubted]
+        self.tokens.truncate(first)
+        self.num_wanted = self.num_tokens
+        # Those that were there may name blocks of what is taken back.
+        self.keys = []
 
     def apply(self, event: Event) -> None:
         """Move to the state that follows `event`. Raises BrokenSequence, with the sequence, when there is none."""

@@ -26,6 +26,10 @@ class TokenBuffer:
         self._tail[place] = token_id
         self._length += 1
 
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens, all of the prompt among them."""
+        self._length = max(length, len(self._prompt))
+
     def view(self, start: int, end: int) -> NDArray[np.int64]:
         """Return tokens [start, end), valid until the next append; copied only where prompt and tail meet."""
         border, end = len(self._prompt), min(end, self._length)

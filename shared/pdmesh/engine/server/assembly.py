@@ -140,6 +140,9 @@ def assemble(
         metrics=metrics,
         sums=sums,
     )
+    resets = PrefixCacheResets(core, offers.note_reset)
+    damage = Damage(sums=sums, resets=resets, tasks=tasks, metrics=metrics)
+    handoff.owner.on_corrupt = damage.suspect
     tier = None
     if config.kvcache and config.enable_prefix_caching and not ready.keeps_history:
         log.warning("kvcache is not used: it keeps whole prompts, and this model's sliding windows do not")
@@ -153,6 +156,7 @@ def assemble(
             peers=peers,
             metrics=metrics,
             sums=sums,
+            is_whole=damage.is_whole,
         )
     heart = Heart(core, timeout_s=config.core_timeout_s)
     info = describe(identity, ready, config)
@@ -167,9 +171,6 @@ def assemble(
     )
     fetches = Fetches(peers=peers, tasks=tasks, metrics=metrics)
     endings = Endings(table=table, core=core, handoff=handoff, fetches=fetches, metrics=metrics)
-    resets = PrefixCacheResets(core, offers.note_reset)
-    damage = Damage(sums=sums, resets=resets, tasks=tasks, metrics=metrics)
-    handoff.owner.on_corrupt = damage.suspect
     allowed = KVPeers(config.kv_peers, on_loopback=config.on_loopback)
     sources = Sources(
         config=config,

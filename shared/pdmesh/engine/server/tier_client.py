@@ -69,6 +69,8 @@ class Store(StrEnum):
     DROPPED = "dropped"
     FAILED = "failed"
     REFUSED = "refused"
+    DAMAGED = "damaged"
+    """Computed behind KV that has changed in this engine's memory: the tier is not told of them."""
 
 
 class TierClient:
@@ -85,7 +87,9 @@ class TierClient:
         peers: PeerDirectory,
         metrics: EngineMetrics,
         sums: PoolSums | None,
+        is_whole: Callable[[list[GroupBlocks]], Awaitable[bool]],
     ) -> None:
+        """`is_whole` says whether blocks here are what was computed, as far as that is known."""
         self.address = address
         self._lookup_timeout_s = lookup_timeout_s
         self._identity = identity
@@ -94,6 +98,7 @@ class TierClient:
         self._peers = peers
         self._metrics = metrics
         self._sums = sums
+        self._is_whole = is_whole
         self._channel = open_channel(address, secret)
         self._stub = KVCacheStub(self._channel)
         self._is_connected = False
@@ -225,11 +230,18 @@ class TierClient:
         return True
 
     async def _hand_over(self, computed: BlocksComputed) -> None:
-        blocks = computed.blocks
+        blocks, num_keys = computed.blocks, len(computed.keys)
+        # Those among them that were summed before were found here too.
+        if not await self._is_whole([*computed.reused, blocks]):
+            self._metrics.tier_stores.inc(Store.DAMAGED, amount=num_keys)
+            return
         if self._sums is not None:
             num_tokens = (blocks.first_block + len(blocks.block_ids)) * self._ready.block_size
             [blocks] = await self._sums.of([blocks], num_tokens)
-        first, num_keys = 0, len(computed.keys)
+            # Whoever rests on them next is to be told apart from damage since now.
+            for each in computed.reused:
+                self._sums.prepare([each], len(each.block_ids) * self._ready.block_size)
+        first = 0
         while first < num_keys:
             part = self._store_request(computed.keys, blocks, slice(first, first + self._bound.num_keys))
             try:
