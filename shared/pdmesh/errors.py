@@ -113,7 +113,10 @@ class Preempted(PeerError):
 
 
 class TransferFailed(PeerError):
-    pass
+    @property
+    def is_corrupt(self) -> bool:
+        """Whether bytes came otherwise than their owner summed them, so that what it drew from them may be wrong."""
+        return self.message.rpartition(": ")[2] == "corrupt"
 
 
 class HandshakeRefused(PeerError):

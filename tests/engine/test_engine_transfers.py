@@ -16,6 +16,7 @@ from pdmesh.engine.messages import (
     OfferSealed,
     TransferEnded,
 )
+from pdmesh.errors import TransferFailed
 from pdmesh.protocol.messages import GroupBlocks, KVSource
 from pdmesh.security import MeshSecret
 from support.core_harness import CoreHarness, make_add
@@ -312,6 +313,18 @@ def test_tokens_drawn_from_damaged_kv_are_drawn_again_and_shown_once(is_async: b
     [delta] = decode.deltas_of(choice=1)
     assert (delta.error_code, delta.token_ids) == ("DamagedKV", [])
     assert decode.num_used == 0
+
+
+def test_a_proxy_can_tell_from_the_error_that_kv_was_damaged(pair: tuple[CoreHarness, CoreHarness]) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(18)
+    source = corrupt_source(prefill_prompt(prefill, prompt))
+    decode.add(prompt, emitted=[prefill.tokens()], source=msgspec.structs.replace(source, fail_policy="fail"))
+    decode.run()
+    [delta] = decode.deltas_of()
+    assert (delta.error_code, delta.token_ids) == ("TransferFailed", [])
+    assert TransferFailed(delta.error_message).is_corrupt
+    assert not TransferFailed("the KV of this request could not be fetched: stale").is_corrupt
 
 
 def test_a_connector_that_is_given_up_leaves_the_others_of_its_peer(pair: tuple[CoreHarness, CoreHarness]) -> None:

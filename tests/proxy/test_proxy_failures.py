@@ -152,6 +152,31 @@ def test_a_failed_fetch_is_computed_on_that_decode_and_counted(error: MeshError)
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_tokens_of_a_prefill_whose_kv_is_corrupt_are_drawn_again_before_anybody_goes_on(n: int, is_wrong: bool) -> None:
+    """Under the policy `fail` the next engine went on behind them, wrong or not."""
+
+    async def scenario() -> None:
+        prefill = FakeEngine("prefill", behaviour=Behaviour(wrong_prefill=is_wrong))
+        error = TransferFailed("the KV of this request could not be fetched: corrupt")
+        decode = FakeEngine("decode", behaviour=Behaviour(refuse_fetch=error, tokens_per_step=3))
+        async with fake_mesh(prefill, decode) as mesh:
+            request = token_request(max_tokens=40, n=n, logprobs=0)
+            if is_wrong:
+                with pytest.raises(DamagedKV, match="drawn anew"):
+                    await mesh.collect(request)
+            else:
+                deltas = await mesh.collect(request)
+                for choice in range(n):
+                    assert tokens_of(deltas, choice) == expected_tokens(PROMPT, 40, choice)
+                assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
+            assert [leg.emitted for leg in decode.requests][1:] == [[]]
+            await until(lambda: not prefill.offers.open and not decode.running)
+
+    asyncio.run(scenario())
+
+
 def test_a_decode_that_is_itself_unavailable_is_left_and_the_offer_goes_to_another() -> None:
     async def scenario() -> None:
         prefill, other = FakeEngine("prefill"), FakeEngine("decode")

@@ -5,6 +5,7 @@ copy that missed a byte gives other tokens than `expected_tokens`, which compute
 groups every group has words of its own, and a sliding one is read only inside its window.
 """
 
+import copy
 import hashlib
 
 import numpy as np
@@ -74,7 +75,8 @@ class FakeBackend(Backend):
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         assert self._pool is not None
-        self.steps.append(batch)
+        # A step of the same rows comes in the arrays of the one before.
+        self.steps.append(copy.deepcopy(batch))
         if self.fail_next:
             self.fail_next -= 1
             raise RuntimeError("the device is on fire")

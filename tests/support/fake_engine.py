@@ -64,6 +64,8 @@ class Behaviour:
     """Answer every request with this error."""
     refuse_fetch: MeshError | None = None
     """Answer every request that has a ticket with this error."""
+    wrong_prefill: bool = False
+    """Its prefill legs draw another token than they should, as from damaged KV."""
     recompute_fetch: bool = False
     hand_back_at: int | None = None
     """The first request that may be handed back is, once it has so many tokens."""
@@ -317,7 +319,8 @@ class FakeEngine(EngineServicer):
         new: list[int] = []
         for _ in range(1 if request.prefill_only else self.behaviour.tokens_per_step):
             if request.sampling.max_tokens > len(tokens):
-                new.append(next_token(request.token_ids, choice, tokens))
+                is_wrong = self.behaviour.wrong_prefill and request.prefill_only
+                new.append(next_token(request.token_ids, choice, tokens) ^ is_wrong)
                 tokens.append(new[-1])
             if self.behaviour.eos_after is not None and len(tokens) >= self.behaviour.eos_after:
                 return new, "stop"

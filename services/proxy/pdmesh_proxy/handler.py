@@ -251,6 +251,8 @@ class MeshGenerator(Generator):
         log.warning("%s leg on %s failed, going on elsewhere: %s", kind, engine.engine_id, error.message)
         if kind is LegKind.DECODE and isinstance(error, TransferFailed | HandshakeRefused):
             # The engine is well, the hand-over was not: it may compute the prompt itself.
+            if isinstance(error, TransferFailed) and error.is_corrupt:
+                run.doubts.doubt(run.emitted, run.unfinished)
             run.release_offer()
         else:
             run.excluded.add(engine.session_id)

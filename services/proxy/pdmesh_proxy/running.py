@@ -13,6 +13,7 @@ import msgspec
 from pdmesh.errors import DeadlineExceeded, MeshError
 from pdmesh.openai.generator import TokenRequest
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
+from pdmesh_proxy.doubts import Doubts
 from pdmesh_proxy.endpoint import Endpoint
 from pdmesh_proxy.metrics import ProxyMetrics, Stage
 from pdmesh_proxy.offers import HeldOffer
@@ -97,6 +98,7 @@ class RunningRequest:
         self.kv_settled = False
         """Decode holds the KV, one way or another; what happens later is no hand-over failing."""
         self.model_fingerprint = self.weights_fingerprint = ""
+        self.doubts = Doubts()
         self.excluded: set[str] = set()
         self.num_retries = 0
         """Since it last moved on by FORGIVEN_TOKENS."""
@@ -165,7 +167,9 @@ class RunningRequest:
     def next_leg_request(self, kind: LegKind, *, has_help: bool = False) -> GenerateRequest:
         """Ask for what is still missing: the open choices, after the tokens they have. `has_help`: a prefill could help."""
         choices = sorted(self.unfinished)
-        emitted = [list(self.emitted[choice]) for choice in choices]
+        emitted = [list(self.doubts.sure(choice, self.emitted[choice])) for choice in choices]
+        if kind is LegKind.PREFILL:
+            self.doubts.prefill_begins(self.emitted)
         sampling = self.request.sampling
         if kind is LegKind.DECODE or self._prompt_logprobs_sent:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -215,6 +219,7 @@ class RunningRequest:
             self.note_return(delta.kv_source.removeprefix(RETURNED))
         if delta.choice not in self.unfinished:
             return None
+        delta = self.doubts.confirm(delta)
         if delta.token_ids:
             self._note_tokens(current, delta)
         if delta.finish_reason:
