@@ -1,4 +1,4 @@
-"""KV in this engine's own memory that is not what was computed: which requests read it, and how they end."""
+"""KV that is not what was computed: which requests read it here, and how those end and those that went on behind it."""
 
 from collections.abc import Iterable
 
@@ -34,3 +34,10 @@ def damage_error(request: Request) -> MeshError:
     if has_ended or any(each.has_reported or each.unsent_token_ids for each in live):
         return DamagedKV(f"{WHAT}: tokens of this request that are out may be wrong")
     return EngineFault(f"{WHAT}: it may be computed elsewhere")
+
+
+def token_error(wanted: int, token_id: int) -> MeshError:
+    """What a choice ends with when `wanted` was given out and KV that was computed anew gives another token."""
+    return DamagedKV(
+        f"a token that was given out ({wanted}) was drawn from damaged KV: from KV computed anew it is {token_id}"
+    )

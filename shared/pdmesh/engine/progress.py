@@ -2,13 +2,13 @@
 
 from pdmesh import errors
 from pdmesh.engine.comebacks import Comebacks
+from pdmesh.engine.damage import token_error
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.plan import NO_TOKEN, RowFailure, StepPlan, StepResult
 from pdmesh.engine.remote_kv import RemoteKV
 from pdmesh.engine.repetition import ends_in_repetition
 from pdmesh.engine.request import NO_ROW, Request, Sequence
 from pdmesh.engine.states import Event
-from pdmesh.errors import DamagedKV
 from pdmesh.protocol.messages import TokenLogprobs
 
 
@@ -98,15 +98,11 @@ class Progress:
 
     def _confirm(self, sequence: Sequence, token_id: int) -> None:
         """Take a token that is out already: the same, or the choice has gone on behind a wrong one and ends."""
-        wanted = sequence.doubted.pop(0)
-        if token_id == wanted:
-            # It ended nothing, or nobody would have gone on from it.
-            sequence.tokens.append(token_id)
+        if (wanted := sequence.doubted.pop(0)) != token_id:
+            self._state.finish(sequence, Event.FAILED, error=token_error(wanted, token_id))
             return
-        error = DamagedKV(
-            f"a token that was given out ({wanted}) was drawn from damaged KV: from KV computed anew it is {token_id}"
-        )
-        self._state.finish(sequence, Event.FAILED, error=error)
+        # It ended nothing, or nobody would have gone on from it.
+        sequence.tokens.append(token_id)
 
     def _end_after(self, sequence: Sequence, token_id: int) -> Event | None:
         """Return how the sequence ends with the token just appended, or None."""
