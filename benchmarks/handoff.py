@@ -187,15 +187,15 @@ def _report(
     after: dict[tuple[str, str], float],
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    def mean_ms(stage: str) -> float:
+    def mean_ms(stage: str) -> float | None:
         num = after.get((stage, "count"), 0.0) - before.get((stage, "count"), 0.0)
         total = after.get((stage, "sum"), 0.0) - before.get((stage, "sum"), 0.0)
-        return total / num * 1e3 if num else float("nan")
+        return total / num * 1e3 if num else None
 
     strict = [each.strict_s * 1e3 for each in requests]
     firsts = [each.gaps_s[0] * 1e3 for each in requests]
     steps = [gap * 1e3 for each in requests for gap in each.gaps_s[2:]]
-    stages = {stage: mean_ms(stage) for stage in STAGES}
+    stages = {stage: taken_ms for stage in STAGES if (taken_ms := mean_ms(stage)) is not None}
     step_ms = statistics.median(steps)
     added = [first - step_ms for first in firsts]
     overhead_ms = statistics.median(strict)

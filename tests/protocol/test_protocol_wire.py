@@ -14,6 +14,7 @@ from pdmesh.errors import BY_CODE, ConfigError, InternalError, InvalidRequest, M
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import transfers, wire
 from pdmesh.protocol.messages import (
+    AwaitedOffer,
     ChoiceDelta,
     GenerateRequest,
     GroupBlocks,
@@ -72,6 +73,7 @@ requests = st.builds(
     emitted=st.lists(tokens, max_size=3),
     prefill_only=st.booleans(),
     ticket=st.binary(max_size=8),
+    awaits=st.none() | st.builds(AwaitedOffer, offer_id=text, owner_id=text, owner_address=text),
     cache_salt=text,
     priority=st.integers(-(1 << 63), (1 << 63) - 1),
     deadline_s=st.integers(0, 10**9).map(lambda ms: ms / 1000),
@@ -198,7 +200,7 @@ def test_no_field_of_the_structs_is_forgotten_by_the_tests() -> None:
         (SamplingParams, 21),
         (RepetitionDetection, 3),
         (ThinkingBudget, 3),
-        (GenerateRequest, 12),
+        (GenerateRequest, 13),
         (ChoiceDelta, 16),
         (TokenLogprobs, 3),
         (GroupBlocks, 5),

@@ -16,12 +16,13 @@ from typing import Any, Self
 
 import grpc
 import grpc.aio
+import msgspec
 
 from pdmesh.auth import AuthInterceptor
 from pdmesh.errors import MeshError, PeerUnavailable, Preempted, TransferFailed
 from pdmesh.grpc_options import GRPC_OPTIONS
 from pdmesh.protocol import mesh_pb2 as pb
-from pdmesh.protocol.capabilities import FIRST, OWN, Capabilities, capabilities_to_pb
+from pdmesh.protocol.capabilities import FIRST, NONE, Capabilities, capabilities_to_pb
 from pdmesh.protocol.mesh_pb2_grpc import EngineServicer, add_EngineServicer_to_server
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest, TokenLogprobs
 from pdmesh.protocol.ticket import Ticket, request_digest, seal, unseal
@@ -104,8 +105,9 @@ class FakeEngine(EngineServicer):
         connectors: Sequence[str] = ("shm", "grpc"),
         is_old: bool = False,
         pushes: bool = False,
+        awaits: bool = False,
     ) -> None:
-        """`is_old`: it speaks protocol version 1."""
+        """`is_old`: it speaks protocol version 1. `awaits`: as a prefill it is waited for, as a decode it waits."""
         self.behaviour = behaviour or Behaviour()
         self.port = port
         self.info = pb.EngineInfo(
@@ -123,9 +125,14 @@ class FakeEngine(EngineServicer):
             protocol_max=PROTOCOL_VERSION,
             version="0",
             max_num_batched_tokens=32,
-            capabilities=capabilities_to_pb(Capabilities(push=FIRST) if pushes else OWN),
+            capabilities=capabilities_to_pb(
+                Capabilities(push=FIRST if pushes else NONE, await_offer=FIRST if awaits else NONE)
+            ),
         )
         self.expectations: list[pb.Expectation] = []
+        self.drawn: dict[str, list[int]] = {}
+        """First tokens by offer."""
+        self._has_drawn = asyncio.Event()
         self.withdrawn: list[str] = []
         self._is_old = is_old
         self.requests: list[GenerateRequest] = []
@@ -254,10 +261,13 @@ class FakeEngine(EngineServicer):
 
     async def _serve(self, request: GenerateRequest, frames: asyncio.Queue[pb.StepFrame]) -> None:
         behaviour = self.behaviour
-        error = behaviour.refuse or (behaviour.refuse_fetch if request.ticket else None)
+        error = behaviour.refuse or (behaviour.refuse_fetch if request.ticket or request.awaits else None)
         if error is not None:
             frames.put_nowait(self._frame(request, _error_delta(request, error)))
             return
+        if request.awaits is not None:
+            owner = FakeEngine.everyone[request.awaits.owner_id]
+            request = msgspec.structs.replace(request, emitted=[await owner.first_tokens(request.awaits.offer_id)])
         if behaviour.die_after == 0:
             self._die()
             return
@@ -267,11 +277,11 @@ class FakeEngine(EngineServicer):
                 frames.put_nowait(self._frame(request, _error_delta(request, behaviour.fail_after_hold)))
                 return
         try:
-            facts = self._fetch(request) if request.ticket else {"cached_tokens": CACHED_TOKENS}
+            facts = self._fetch(request) if request.ticket or request.awaits else {"cached_tokens": CACHED_TOKENS}
         except MeshError as failed:
             frames.put_nowait(self._frame(request, _error_delta(request, failed)))
             return
-        if request.ticket:
+        if request.ticket or request.awaits:
             committed = ChoiceDelta(request_id=request.request_id, choice=request.choices[0], kv_committed=True)
             frames.put_nowait(self._frame(request, committed))
         await self._steps(request, frames, facts)
@@ -346,7 +356,7 @@ class FakeEngine(EngineServicer):
         )
 
     def _with_ticket(self, request: GenerateRequest, delta: ChoiceDelta, tokens: dict[int, list[int]]) -> ChoiceDelta:
-        offer_id = secrets.token_hex(8)
+        offer_id = request.offer_id or secrets.token_hex(8)
         digest = request_digest(request.token_ids, cache_salt=request.cache_salt)
         self.offers.open[offer_id] = digest
         ticket = Ticket(
@@ -361,9 +371,19 @@ class FakeEngine(EngineServicer):
             model_fingerprint=self.info.model_fingerprint,
             first_tokens={choice: tokens[choice] for choice in request.choices},
         )
+        self.drawn[offer_id] = tokens[request.choices[0]]
+        self._has_drawn.set()
         return ChoiceDelta(**{**_fields(delta), "ticket": seal(ticket, SECRET)})
 
+    async def first_tokens(self, offer_id: str) -> list[int]:
+        while offer_id not in self.drawn:
+            self._has_drawn.clear()
+            await self._has_drawn.wait()
+        return self.drawn[offer_id]
+
     def _fetch(self, request: GenerateRequest) -> dict[str, Any]:
+        if request.awaits is not None:
+            return {"kv_source": "shm", "kv_bytes": KV_BYTES, "cached_tokens": len(request.token_ids)}
         ticket = unseal(request.ticket, SECRET)
         assert ticket.digest == request_digest(request.token_ids, cache_salt=request.cache_salt)
         owner = FakeEngine.everyone.get(ticket.peer_id)

@@ -35,6 +35,9 @@ class ProxyConfig(ServiceConfig, HttpConfig):
     """The same while no request comes and every engine is connected; the next request has them looked at at once."""
     pd_min_prompt_tokens: int = Field(default=32, ge=0)
     """A request goes to decode alone when decode would have to compute fewer prompt tokens than this itself; 0: never."""
+    early_decode: bool = True
+    """Choose decode together with prefill and tell it at once, so that it goes on by prefill's own word: the handoff is some
+    milliseconds shorter. False: decode is chosen when prefill is done, by what the engines do then."""
     push_min_chunks: int = Field(default=2, ge=1, le=1 << 20)
     """Between engines with kv_transfer_mode push: a prompt is pushed while it is computed when that takes at least this many
     steps of prefill (its max_num_batched_tokens each); shorter ones are pulled."""

@@ -130,7 +130,7 @@ class EngineSession:
             self.control.wake()
         self._legs[request.request_id] = leg
         self.num_sequences += len(request.choices)
-        self.waiting_tokens += len(request.token_ids)
+        self.waiting_tokens += _num_waiting(request)
         self._submits.append(request)
         self._submit_wake.set()
         return leg
@@ -184,7 +184,7 @@ class EngineSession:
             await asyncio.sleep(wait_s)
             left_s = until_s - time.monotonic()
             # Without a rate yet it may be about to begin: the first time it gets its chance.
-            for leg in [each for each in self._legs.values() if wait_s or each.started]:
+            for leg in [each for each in self._legs.values() if wait_s or each.started or each.request.awaits]:
                 if not leg.ends_within(left_s):
                     leg.move(Draining(f"engine {self.info.engine_id} at {self.address} is shutting down"))
 
@@ -277,13 +277,13 @@ class EngineSession:
             raise SessionClosed
 
     def _leg_started(self, leg: Leg) -> None:
-        self.waiting_tokens -= len(leg.request.token_ids)
+        self.waiting_tokens -= _num_waiting(leg.request)
 
     def _leg_closed(self, leg: Leg, end: LegEnd) -> None:
         del self._legs[leg.request.request_id]
         self.num_sequences -= len(leg.request.choices)
         if not leg.started:
-            self.waiting_tokens -= len(leg.request.token_ids)
+            self.waiting_tokens -= _num_waiting(leg.request)
         if (offer := leg.take_offer()) is not None and self._offers.release(offer):
             self.control.wake()
         if end is LegEnd.ABORT:
@@ -321,6 +321,11 @@ async def open_session(
             metrics=metrics,
             on_change=on_change,
         )
+
+
+def _num_waiting(request: GenerateRequest) -> int:
+    """Prompt tokens that the engine may have to compute: none of one that another computes."""
+    return 0 if request.awaits is not None else len(request.token_ids)
 
 
 def _num_ids(request: GenerateRequest) -> int:

@@ -24,9 +24,11 @@ from pdmesh.errors import (
     TransferFailed,
 )
 from pdmesh.openai.generator import Generator, ModelCard, TokenRequest
-from pdmesh.protocol.messages import ChoiceDelta
+from pdmesh.protocol.messages import AwaitedOffer, ChoiceDelta
+from pdmesh.protocol.pushes import new_offer_id
 from pdmesh_proxy.cluster import Cluster
 from pdmesh_proxy.config import ProxyConfig
+from pdmesh_proxy.early_legs import EarlyLeg, may_go_early
 from pdmesh_proxy.metrics import ProxyMetrics
 from pdmesh_proxy.prefix_index import PrefixIndex
 from pdmesh_proxy.pushes import HeldExpectation, expect, pays
@@ -57,10 +59,14 @@ class MeshGenerator(Generator):
     async def generate(self, request: TokenRequest) -> AsyncIterator[ChoiceDelta]:
         with self._admitted(request) as run:
             while run.unfinished:
-                decision = await self._route(run)
-                kind, engine = self._plan(run, decision)
+                if (early := run.take_early()) is not None:
+                    kind, engine, going = LegKind.DECODE, early.engine, self._going_on(run, early)
+                else:
+                    decision = await self._route(run)
+                    kind, engine = self._plan(run, decision)
+                    going = self._leg(run, kind, engine, decision)
                 try:
-                    with self._leg(run, kind, engine) as leg:
+                    with going as leg:
                         async for deltas in leg:
                             for delta in deltas:
                                 shown = self._accept(run, delta)
@@ -200,14 +206,48 @@ class MeshGenerator(Generator):
         run.disaggregating = False
 
     @contextlib.contextmanager
-    def _leg(self, run: RunningRequest, kind: LegKind, engine: EngineView) -> Iterator[Leg]:
+    def _leg(self, run: RunningRequest, kind: LegKind, engine: EngineView, decision: Decision) -> Iterator[Leg]:
         endpoint, session = self._cluster.session(engine)
-        can_help = run.may_be_handed_back and has_help(run.facts(), self._cluster.view())
-        request = run.next_leg_request(kind, has_help=can_help)
+        offer_id = ""
+        if kind is LegKind.PREFILL and (run.expectation is not None or self._goes_early(run, decision)):
+            offer_id = new_offer_id() if run.expectation is None else run.expectation.offer_id
+        request = run.next_leg_request(kind, has_help=self._has_help(run), offer_id=offer_id)
         with endpoint.judged(session), session.submit(request) as leg:
             leg.may_move = lambda: self._could_move(run, engine)
             run.begin(kind, engine, endpoint, leg)
+            if offer_id and self._goes_early(run, decision):
+                run.early = self._early_leg(run, decision, offer_id)
             yield leg
+
+    @contextlib.contextmanager
+    def _going_on(self, run: RunningRequest, early: EarlyLeg) -> Iterator[Leg]:
+        """Go on with a decode leg that was sent before."""
+        run.need_offer()
+        with early.endpoint.judged(early.session), early.leg as leg:
+            leg.may_move = lambda: self._could_move(run, early.engine)
+            run.begin(LegKind.DECODE, early.engine, early.endpoint, leg)
+            yield leg
+
+    def _goes_early(self, run: RunningRequest, decision: Decision) -> bool:
+        return self._config.early_decode and may_go_early(run.facts(), decision, num_choices=run.request.sampling.n)
+
+    def _early_leg(self, run: RunningRequest, decision: Decision, offer_id: str) -> EarlyLeg | None:
+        """Send decode its leg now; None when it takes none."""
+        prefill, decode = decision.prefill, decision.decode
+        assert prefill is not None
+        assert decode is not None
+        awaits = AwaitedOffer(offer_id=offer_id, owner_id=prefill.peer_id, owner_address=prefill.address)
+        try:
+            endpoint, session = self._cluster.session(decode)
+            leg = session.submit(run.next_leg_request(LegKind.DECODE, has_help=self._has_help(run), awaits=awaits))
+        except MeshError:
+            return None
+        # Moving it costs nothing: nobody has seen anything of it.
+        leg.may_move = lambda: True
+        return EarlyLeg(engine=decode, endpoint=endpoint, session=session, leg=leg)
+
+    def _has_help(self, run: RunningRequest) -> bool:
+        return run.may_be_handed_back and has_help(run.facts(), self._cluster.view())
 
     def _could_move(self, run: RunningRequest, engine: EngineView) -> bool:
         """Whether another engine than this one could go on with a request now."""
@@ -230,6 +270,7 @@ class MeshGenerator(Generator):
 
     def _retry_or_raise(self, run: RunningRequest, kind: LegKind, engine: EngineView, error: MeshError) -> None:
         """Prepare the next attempt after a leg failed, or end the request with the leg's error."""
+        run.drop_early()
         overflowed = run.current is not None and run.current.leg.overflowed
         if overflowed:
             self._metrics.buffer_overflows.inc()

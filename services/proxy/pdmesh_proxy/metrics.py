@@ -38,6 +38,12 @@ class ProxyMetrics:
         self.legs = Counter(
             "pdmesh_proxy_legs", "Requests sent to engines, by kind of leg.", ["kind"], registry=registry
         )
+        self.early_legs = Counter(
+            "pdmesh_proxy_early_legs",
+            "Decode legs sent together with their prefill leg, by what became of them.",
+            ["outcome"],
+            registry=registry,
+        )
         self.retries = Counter(
             "pdmesh_proxy_retries", "Legs that failed and went on elsewhere, by error.", ["error"], registry=registry
         )

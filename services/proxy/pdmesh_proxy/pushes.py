@@ -1,12 +1,11 @@
 """Which prompts decode gets pushed while prefill computes them, and what the proxy owes for it: a withdrawal, on every path."""
 
-import secrets
 from dataclasses import dataclass
 
 from pdmesh.errors import MeshError
 from pdmesh.protocol.capabilities import can_push
 from pdmesh.protocol.exchange import Exchange
-from pdmesh.protocol.pushes import Expectation
+from pdmesh.protocol.pushes import Expectation, new_offer_id
 from pdmesh_proxy.engine_session import EngineSession
 from pdmesh_proxy.pairs import exchange_of
 from pdmesh_proxy.router import Decision, Reason, RequestFacts
@@ -46,7 +45,7 @@ def expect(
     prefill, decode = decision.prefill, decision.decode
     assert prefill is not None
     assert decode is not None
-    held = HeldExpectation(offer_id=secrets.token_hex(16), peer_id=decode.peer_id, session=session)
+    held = HeldExpectation(offer_id=new_offer_id(), peer_id=decode.peer_id, session=session)
     try:
         session.expect(
             Expectation(

@@ -12,8 +12,9 @@ import msgspec
 
 from pdmesh.errors import DeadlineExceeded, MeshError
 from pdmesh.openai.generator import TokenRequest
-from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
+from pdmesh.protocol.messages import AwaitedOffer, ChoiceDelta, GenerateRequest
 from pdmesh_proxy.doubts import Doubts
+from pdmesh_proxy.early_legs import EarlyEnd, EarlyLeg
 from pdmesh_proxy.endpoint import Endpoint
 from pdmesh_proxy.metrics import ProxyMetrics, Stage
 from pdmesh_proxy.offers import HeldOffer
@@ -117,6 +118,8 @@ class RunningRequest:
         self.offer: HeldOffer | None = None
         self.expectation: HeldExpectation | None = None
         """What a decode was told to expect of the prefill leg; it stays the decode of choice after that."""
+        self.early: EarlyLeg | None = None
+        """A decode leg that waits for what the prefill leg computes."""
         self._offer_endpoint: Endpoint | None = None
         self._metrics = metrics
         self._prompt_logprobs_sent = False
@@ -164,8 +167,13 @@ class RunningRequest:
         """Whether an engine that preempts it may end the leg, to have its KV computed elsewhere."""
         return len(self.unfinished) == 1 and self.num_hand_backs < MAX_HAND_BACKS and not self.request.beam_search
 
-    def next_leg_request(self, kind: LegKind, *, has_help: bool = False) -> GenerateRequest:
-        """Ask for what is still missing: the open choices, after the tokens they have. `has_help`: a prefill could help."""
+    def next_leg_request(
+        self, kind: LegKind, *, has_help: bool = False, awaits: AwaitedOffer | None = None, offer_id: str = ""
+    ) -> GenerateRequest:
+        """Ask for what is still missing: the open choices, after the tokens they have. `has_help`: a prefill could help.
+
+        `awaits`: what a decode leg goes on from, in place of the offer held. `offer_id`: what a prefill leg calls its offer.
+        """
         choices = sorted(self.unfinished)
         emitted = [list(self.doubts.sure(choice, self.emitted[choice])) for choice in choices]
         if kind is LegKind.PREFILL:
@@ -181,12 +189,13 @@ class RunningRequest:
             choices=choices,
             emitted=emitted if any(emitted) else [],
             prefill_only=kind is LegKind.PREFILL,
-            ticket=self.offer.ticket if kind is LegKind.DECODE and self.offer is not None else b"",
+            ticket=self.offer.ticket if kind is LegKind.DECODE and self.offer is not None and awaits is None else b"",
             cache_salt=self.request.cache_salt,
             priority=self.request.priority,
             deadline_s=self.remaining_s,
             hand_back=has_help and kind is not LegKind.PREFILL and self.may_be_handed_back,
-            offer_id=self.expectation.offer_id if kind is LegKind.PREFILL and self.expectation is not None else "",
+            awaits=awaits,
+            offer_id=offer_id,
         )
 
     def begin(self, kind: LegKind, engine: EngineView, endpoint: Endpoint, leg: Leg) -> None:
@@ -258,6 +267,26 @@ class RunningRequest:
         if before is not None:
             before.withdraw()
 
+    def take_early(self) -> EarlyLeg | None:
+        """Return the early leg, no longer owned here, if the request can go on with it now; one that it cannot is closed."""
+        if self.early is None:
+            return None
+        is_in_time = self.prefilled and self.offer is not None and self.offer.live and len(self.emitted[0]) == 1
+        if not is_in_time or self.early.leg.has_failed:
+            self.drop_early()
+            return None
+        early, self.early = self.early, None
+        self._metrics.early_legs.labels(EarlyEnd.USED).inc()
+        return early
+
+    def drop_early(self) -> None:
+        """Nobody goes on with the early leg, if there is one."""
+        if self.early is not None:
+            end = EarlyEnd.FAILED if self.early.leg.has_failed else EarlyEnd.UNNEEDED
+            self._metrics.early_legs.labels(end).inc()
+            self.early.close()
+            self.early = None
+
     def release_offer(self) -> None:
         """Give the offer back, if there is one, and what was expected of it."""
         self.expect(None)
@@ -326,6 +355,7 @@ class RunningRequest:
     def close(self) -> None:
         """Let everything go; the leg has been closed by now."""
         self._timer.cancel()
+        self.drop_early()
         self.release_offer()
 
     def _overdue(self) -> None:

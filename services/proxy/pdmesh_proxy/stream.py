@@ -64,6 +64,9 @@ class Leg:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Give the request back to the session; the engine is told to stop unless it has."""
         if not self._closed:
             self._closed = True
@@ -112,6 +115,11 @@ class Leg:
             self.give_up(Overloaded(f"the client read too slowly: {self._num_buffered} tokens were waiting for it"))
         self._wake()
         return True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it can only end with an error."""
+        return self._error is not None
 
     def ends_within(self, seconds: float) -> bool:
         """Whether it ends in time at its own rate; one that has no rate yet does not."""

@@ -40,7 +40,7 @@ from pdmesh.protocol.peer_bounds import (
     check_renew,
 )
 from pdmesh.protocol.pushes import PushOrder, PushProgress, order_from_pb, progress_to_pb
-from pdmesh.protocol.transfers import Begun, Ended, begin_from_pb, begun_to_pb, end_from_pb, ended_to_pb
+from pdmesh.protocol.transfers import Begin, Begun, Ended, begin_from_pb, begun_to_pb, end_from_pb, ended_to_pb
 from pdmesh.protocol.version import agree
 
 CHUNK_BYTES = 4 << 20
@@ -84,6 +84,9 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         self.peer_id = peer_id
         self.on_push: Callable[[PushOrder, Context], Awaitable[None]] | None = None
         """Serves the calls that want blocks written; None: they are only read."""
+        self.on_await: Callable[[str, float], Awaitable[list[int]]] | None = None
+        """Returns the first tokens of an offer, by its id, when it can be read, within seconds; raises TransferFailed. None:
+        nothing is computed here."""
         self.on_settled: Callable[[], None] = lambda: None
         """Called after each change of `offers`."""
         self.may_arrive: Callable[[str], bool] = lambda transfer_id: False
@@ -171,8 +174,12 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         """Let a consumer read an offer's blocks; a refusal is an ErrorInfo in the reply."""
         check_begin(request, self._pool.shape.num_blocks)
         begin = begin_from_pb(request)
-        why_not = await self.publications.wait(begin.offer_id, begin.connector, begin.remaining_s)
+        first_tokens: list[int] = []
         try:
+            if begin.awaits:
+                first_tokens, waited_s = await self._first_tokens(begin)
+                begin = replace(begin, remaining_s=max(0.0, begin.remaining_s - waited_s))
+            why_not = await self.publications.wait(begin.offer_id, begin.connector, begin.remaining_s)
             if why_not:
                 raise TransferFailed(f"{UNAVAILABLE}: {begin.connector}: {why_not}")
             self.check_room(begin.transfer_id)
@@ -191,7 +198,14 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
             self.settle()
         if self.sums is not None:
             view = replace(view, groups=await self.sums.of(view.groups, view.num_tokens))
-        return begun_to_pb(Begun(peer_id=self.peer_id, view=view))
+        return begun_to_pb(Begun(peer_id=self.peer_id, view=view, first_tokens=first_tokens))
+
+    async def _first_tokens(self, begin: Begin) -> tuple[list[int], float]:
+        """Wait for an offer's first tokens; return them, and for how many seconds."""
+        if self.on_await is None:
+            raise TransferFailed("no_await: nothing is computed here")
+        began_s = time.monotonic()
+        return await self.on_await(begin.offer_id, begin.remaining_s), time.monotonic() - began_s
 
     async def RenewTransfers(self, request: pb.RenewTransfersRequest, context: Context) -> pb.RenewTransfersReply:
         """Extend the leases of running transfers; answers with those that have ended."""

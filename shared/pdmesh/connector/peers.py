@@ -189,8 +189,9 @@ class PeerDirectory:
         groups: list[GroupBlocks] | None = None,
         remaining_s: float,
         connector: str = "",
+        awaits: bool = False,
     ) -> Begun:
-        """Announce a transfer to the owner; it is renewed from now on until `end`.
+        """Announce a transfer to the owner; it is renewed from now on until `end`. `awaits`: of an offer that may still be open.
 
         Who answers may be the successor of `peer`, whose memory is not the one attached: compare. Raises PeerUnavailable or
         HandshakeRefused when nobody of this mesh answers.
@@ -203,8 +204,11 @@ class PeerDirectory:
             groups=groups or [],
             remaining_s=remaining_s,
             connector=connector or peer.connector,
+            awaits=awaits,
         )
-        timeout_s = CALL_TIMEOUT_S + (PUBLISH_TIMEOUT_S if begin.connector in PUBLISHING else 0.0)
+        timeout_s = (
+            remaining_s if awaits else CALL_TIMEOUT_S + (PUBLISH_TIMEOUT_S if begin.connector in PUBLISHING else 0.0)
+        )
         async with self._calling(peer):
             reply: pb.BeginTransferReply = await peer.stub.BeginTransfer(
                 begin_to_pb(begin), timeout=min(timeout_s, remaining_s), metadata=self._secret.call_metadata()

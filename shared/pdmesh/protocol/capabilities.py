@@ -53,11 +53,13 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Tables of packings and dtypes (`layout.DTYPES`) from which and to which it converts what it reads."""
     push: Versions = NONE
     """Of writing KV into a peer's pool, and of having it written, while the prompt is still computed."""
+    await_offer: Versions = NONE
+    """Of beginning a transfer, and of having it begun, before the offer is sealed: decode hears of it from prefill itself."""
 
 
 UNTOLD = Capabilities()
 """Of a peer that tells nothing."""
-OWN = Capabilities(kv_convert=Versions(1, 1))
+OWN = Capabilities(kv_convert=Versions(1, 1), await_offer=Versions(1, 1))
 """What this release can."""
 
 
@@ -90,3 +92,8 @@ def handoff_obstacle(prefill: Capabilities, decode: Capabilities) -> str:
 def can_push(prefill: Capabilities, decode: Capabilities) -> bool:
     """Whether `prefill` may write KV into `decode`'s pool."""
     return (prefill.push.meet(decode.push) or 0) > 0
+
+
+def can_await(prefill: Capabilities, decode: Capabilities) -> bool:
+    """Whether `decode` may ask `prefill` for an offer that is still computed."""
+    return (prefill.await_offer.meet(decode.await_offer) or 0) > 0

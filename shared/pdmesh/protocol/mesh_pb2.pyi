@@ -293,6 +293,36 @@ class Expectation(_message.Message):
 Global___Expectation: _TypeAlias = Expectation  # noqa: Y015
 
 @_typing.final
+class AwaitedOffer(_message.Message):
+    """An offer that its owner is still computing, and that the request goes on from as soon as it is sealed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFER_ID_FIELD_NUMBER: _builtins.int
+    OWNER_ID_FIELD_NUMBER: _builtins.int
+    OWNER_ADDRESS_FIELD_NUMBER: _builtins.int
+    offer_id: _builtins.str
+    """as minted for the prefill leg"""
+    owner_id: _builtins.str
+    """engine_id@epoch of who computes it"""
+    owner_address: _builtins.str
+    """gRPC host:port"""
+    def __init__(
+        self,
+        *,
+        offer_id: _builtins.str = ...,
+        owner_id: _builtins.str = ...,
+        owner_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer_id", b"offer_id", "owner_address", b"owner_address", "owner_id", b"owner_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitedOffer: _TypeAlias = AwaitedOffer  # noqa: Y015
+
+@_typing.final
 class TokenIds(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -504,6 +534,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     REMAINING_MS_FIELD_NUMBER: _builtins.int
     OFFER_ID_FIELD_NUMBER: _builtins.int
+    AWAITS_FIELD_NUMBER: _builtins.int
     HAND_BACK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prefill_only: _builtins.bool
@@ -524,6 +555,10 @@ class GenerateRequest(_message.Message):
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def emitted(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
+    @_builtins.property
+    def awaits(self) -> Global___AwaitedOffer:
+        """instead of a ticket; only to engines with the capability `await_offer`, of owners with it"""
+
     def __init__(
         self,
         *,
@@ -538,11 +573,12 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         remaining_ms: _builtins.int = ...,
         offer_id: _builtins.str = ...,
+        awaits: Global___AwaitedOffer | None = ...,
         hand_back: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["awaits", b"awaits", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choices", b"choices", "emitted", b"emitted", "hand_back", b"hand_back", "offer_id", b"offer_id", "prefill_only", b"prefill_only", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits", b"awaits", "cache_salt", b"cache_salt", "choices", b"choices", "emitted", b"emitted", "hand_back", b"hand_back", "offer_id", b"offer_id", "prefill_only", b"prefill_only", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1005,6 +1041,7 @@ class BeginTransferRequest(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     REMAINING_MS_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
+    AWAITS_FIELD_NUMBER: _builtins.int
     HEEDS_MARKS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     consumer_id: _builtins.str
@@ -1014,6 +1051,8 @@ class BeginTransferRequest(_message.Message):
     remaining_ms: _builtins.int
     connector: _builtins.str
     """over which it will be read; the owner answers when it can be. Empty: it can be at once"""
+    awaits: _builtins.bool
+    """of an offer that may still be open: answer when its first tokens are drawn; with the capability `await_offer`"""
     heeds_marks: _builtins.bool
     """keeps the reply's marks; who does not gets nothing that has any"""
     @_builtins.property
@@ -1030,11 +1069,12 @@ class BeginTransferRequest(_message.Message):
         groups: _abc.Iterable[Global___BlockList] | None = ...,
         remaining_ms: _builtins.int = ...,
         connector: _builtins.str = ...,
+        awaits: _builtins.bool = ...,
         heeds_marks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer_id", b"consumer_id", "digest", b"digest", "groups", b"groups", "heeds_marks", b"heeds_marks", "offer_id", b"offer_id", "remaining_ms", b"remaining_ms", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits", b"awaits", "connector", b"connector", "consumer_id", b"consumer_id", "digest", b"digest", "groups", b"groups", "heeds_marks", b"heeds_marks", "offer_id", b"offer_id", "remaining_ms", b"remaining_ms", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1048,6 +1088,7 @@ class BeginTransferReply(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     PEER_ID_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_EXACT_TOKENS_FIELD_NUMBER: _builtins.int
     BEFORE_RESET_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
@@ -1061,6 +1102,10 @@ class BeginTransferReply(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockList]: ...
     @_builtins.property
     def error(self) -> Global___ErrorInfo: ...
+    @_builtins.property
+    def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """to a begin that awaits: of the one choice that goes on"""
+
     def __init__(
         self,
         *,
@@ -1068,12 +1113,13 @@ class BeginTransferReply(_message.Message):
         num_tokens: _builtins.int = ...,
         error: Global___ErrorInfo | None = ...,
         peer_id: _builtins.str = ...,
+        first_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_exact_tokens: _builtins.int | None = ...,
         before_reset: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_exact_tokens", b"_num_exact_tokens", "error", b"error", "num_exact_tokens", b"num_exact_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_exact_tokens", b"_num_exact_tokens", "before_reset", b"before_reset", "error", b"error", "groups", b"groups", "num_exact_tokens", b"num_exact_tokens", "num_tokens", b"num_tokens", "peer_id", b"peer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_exact_tokens", b"_num_exact_tokens", "before_reset", b"before_reset", "error", b"error", "first_tokens", b"first_tokens", "groups", b"groups", "num_exact_tokens", b"num_exact_tokens", "num_tokens", b"num_tokens", "peer_id", b"peer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_exact_tokens: _TypeAlias = _typing.Literal["num_exact_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_exact_tokens: _TypeAlias = _typing.Literal["_num_exact_tokens", b"_num_exact_tokens"]  # noqa: Y015

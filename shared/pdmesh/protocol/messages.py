@@ -142,6 +142,17 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 30.0
 
 
+class AwaitedOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """An offer that its owner is still computing."""
+
+    offer_id: str
+    """As minted by the proxy for the prefill leg."""
+    owner_id: str
+    """`engine_id@epoch` of who computes it."""
+    owner_address: str
+    """gRPC `host:port`."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request to an engine. Token ids in, deltas out; text never reaches an engine's core."""
 
@@ -158,6 +169,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """End every choice after its first token and offer the prompt's KV."""
     ticket: bytes = b""
     """A prefill's ticket: fetch the prompt's KV instead of computing it."""
+    awaits: AwaitedOffer | None = None
+    """Instead of a ticket: ask the owner itself, wait until it has the first token, and go on from there."""
     cache_salt: str = ""
     priority: int = 0
     deadline_s: float = 600.0

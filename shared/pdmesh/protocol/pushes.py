@@ -4,6 +4,7 @@ A push is a transfer that its owner writes: while prefill computes a prompt, ful
 decode that will go on with it. The proxy tells decode what to expect; decode names blocks of its own and begins the transfer.
 """
 
+import secrets
 from dataclasses import dataclass, field
 
 from pdmesh.errors import MeshError
@@ -60,6 +61,11 @@ class PushProgress:
     """Nothing is written any more, whatever happens."""
     error: MeshError | None = None
     """Why it ended before all was written."""
+
+
+def new_offer_id() -> str:
+    """Mint an offer's id."""
+    return secrets.token_hex(OFFER_ID_CHARS // 2)
 
 
 def is_offer_id(text: str) -> bool:

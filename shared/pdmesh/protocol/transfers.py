@@ -52,6 +52,8 @@ class Begin:
     """Over which it will be read; empty: one that reads where the blocks lie."""
     heeds_marks: bool = True
     """Whether the consumer keeps the view's marks; one of an earlier release does not know of them."""
+    awaits: bool = False
+    """The offer may still be open: answer when its request has its first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class Begun:
     """Of who answered; empty when an owner of an earlier release did not say."""
     view: OfferView | None = None
     """What may be read; None with no error: there is nothing to read."""
+    first_tokens: list[int] = field(default_factory=list)
+    """To a begin that awaits: those of the one choice that goes on."""
     error: MeshError | None = None
     """Why it refused (TransferFailed, Forbidden)."""
 
@@ -107,6 +111,7 @@ def begin_to_pb(begin: Begin) -> pb.BeginTransferRequest:
         remaining_ms=to_ms(begin.remaining_s),
         connector=begin.connector,
         heeds_marks=begin.heeds_marks,
+        awaits=begin.awaits,
     )
 
 
@@ -121,6 +126,7 @@ def begin_from_pb(message: pb.BeginTransferRequest) -> Begin:
         remaining_s=message.remaining_ms / 1000,
         connector=message.connector,
         heeds_marks=message.heeds_marks,
+        awaits=message.awaits,
     )
 
 
@@ -135,6 +141,7 @@ def begun_to_pb(begun: Begun) -> pb.BeginTransferReply:
         peer_id=begun.peer_id,
         num_exact_tokens=view.marks.num_exact_tokens,
         before_reset=view.marks.before_reset,
+        first_tokens=begun.first_tokens,
     )
 
 
@@ -148,7 +155,7 @@ def begun_from_pb(message: pb.BeginTransferReply) -> Begun:
     )
     groups = [blocks_from_pb(group) for group in message.groups]
     view = OfferView(groups=groups, num_tokens=message.num_tokens, marks=marks)
-    return Begun(peer_id=message.peer_id, view=view)
+    return Begun(peer_id=message.peer_id, view=view, first_tokens=list(message.first_tokens))
 
 
 def end_to_pb(end: End) -> pb.EndTransferRequest:

@@ -8,6 +8,7 @@ import msgspec
 from pdmesh.errors import InvalidRequest, MeshError, from_code
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.messages import (
+    AwaitedOffer,
     ChoiceDelta,
     ExtraArgs,
     GenerateRequest,
@@ -27,7 +28,7 @@ _decode_extra_args = msgspec.msgpack.Decoder(ExtraArgs).decode
 
 def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
     """Encode a request."""
-    return pb.GenerateRequest(
+    message = pb.GenerateRequest(
         request_id=request.request_id,
         token_ids=request.token_ids,
         sampling=_sampling_to_pb(request.sampling),
@@ -41,10 +42,22 @@ def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
         hand_back=request.hand_back,
         offer_id=request.offer_id,
     )
+    if (awaits := request.awaits) is not None:
+        message.awaits.CopyFrom(
+            pb.AwaitedOffer(offer_id=awaits.offer_id, owner_id=awaits.owner_id, owner_address=awaits.owner_address)
+        )
+    return message
 
 
 def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
     """Decode a request."""
+    awaits = None
+    if message.HasField("awaits"):
+        awaits = AwaitedOffer(
+            offer_id=message.awaits.offer_id,
+            owner_id=message.awaits.owner_id,
+            owner_address=message.awaits.owner_address,
+        )
     return GenerateRequest(
         request_id=message.request_id,
         token_ids=list(message.token_ids),
@@ -53,6 +66,7 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
         emitted=[list(tokens.ids) for tokens in message.emitted],
         prefill_only=message.prefill_only,
         ticket=message.ticket,
+        awaits=awaits,
         cache_salt=message.cache_salt,
         priority=message.priority,
         deadline_s=message.remaining_ms / 1000,

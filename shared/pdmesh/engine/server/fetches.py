@@ -49,7 +49,7 @@ class HandoffStage(StrEnum):
     SEALED = "sealed"
     """At the owner: from the end of the prompt's last step until its ticket is handed out."""
     BEGIN = "begin"
-    """At the consumer: from the request's arrival until the owner has agreed."""
+    """At the consumer: from the request's arrival until the owner has agreed; not of one that was here before the offer."""
     PULL = "pull"
     """From there until all KV is here and checked."""
     RESUME = "resume"
@@ -161,7 +161,7 @@ class Fetches:
         if fetch.transfer_id in self._open:
             fetch.on(TransferEvent.BEGIN)
             fetch.begun_s = time.monotonic()
-            if fetch.is_handoff:
+            if fetch.is_handoff and fetch.running.request.awaits is None:
                 self._metrics.handoff.observe(HandoffStage.BEGIN, fetch.begun_s - fetch.running.arrived_s)
 
     def num_bytes_under_way(self, connector: str) -> int:
@@ -259,7 +259,7 @@ class Fetches:
                 # The generation words say that what was read is right; that it took longer than the lease is worth knowing.
                 log.info("%s counts transfer %s as %s", fetch.peer_id, fetch.transfer_id, ended.outcome.value)
             has_failed = fetch.peer_id in self._failing and not any(
-                each.peer_id == fetch.peer_id for each in self._open.values()
+                each.peer_id == fetch.peer_id and each.begun_s for each in self._open.values()
             )
             if reason == PullEnd.PEER_LOST or has_failed:
                 self._failing.discard(fetch.peer_id)

@@ -13,6 +13,7 @@ from pdmesh.engine.server.core_peers import Core, CorePeers
 from pdmesh.engine.server.identity import Identity, pushes
 from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.open_offers import OpenOffers
 from pdmesh.engine.server.outgoing_pushes import OutgoingPushes
 from pdmesh.engine.server.requests import RunningRequest
 from pdmesh.engine.server.transfer_params import offered
@@ -60,12 +61,15 @@ class Handoff:
             sums=sums,
         )
         """Answers the peers that fetch; its `run` ends leases."""
+        self._open_offers = OpenOffers()
+        self.owner.on_await = self._open_offers.first_tokens
         self.pushes = OutgoingPushes(
             ready=ready,
             core=core,
             core_peers=core_peers,
             owner=self.owner,
             offers=offers,
+            open_offers=self._open_offers,
             metrics=metrics,
             is_enabled=pushes(ready, config),
         )
@@ -82,7 +86,7 @@ class Handoff:
             release_on_commit=stock,
             seal_within_s=request.deadline_s,
         )
-        self.pushes.opened(running.offer_id, len(request.token_ids))
+        self._open_offers.opened(running.offer_id, len(request.token_ids))
         self.owner.settle()
 
     def knows(self, offer_id: str) -> bool:
@@ -99,6 +103,16 @@ class Handoff:
                 # While the ticket is on its way.
                 self.owner.sums.prepare(message.groups, message.num_tokens, grows=message.grows)
         self.owner.settle()
+
+    def drawn(self, running: RunningRequest, token_ids: list[int]) -> bool:
+        """The choice of a request that goes on at decode has its first tokens; whether anybody waits for its offer.
+
+        Who awaits an offer goes on with one choice: several have the ticket.
+        """
+        if len(running.request.choices) != 1 or running.offer_id not in self._sealed:
+            return False
+        before = running.request.emitted[0] if running.request.emitted else []
+        return self._open_offers.drawn(running.offer_id, before + token_ids)
 
     def published(self, message: OfferPublished) -> None:
         """A connector that copies offers is done with one."""
@@ -177,7 +191,7 @@ class Handoff:
         """Give the blocks of an offer that ended back to the core."""
         self._sealed.pop(ended.offer_id, None)
         self.owner.publications.ended(ended.offer_id)
-        self.pushes.closed(ended.offer_id)
+        self._open_offers.ended(ended.offer_id)
         self._core.send(ReleaseOffer(offer_id=ended.offer_id))
         self._metrics.offers_ended.inc(ended.reason)
         if ended.reason is Reason.EXPIRED:

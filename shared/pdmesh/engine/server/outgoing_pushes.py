@@ -21,6 +21,7 @@ from pdmesh.engine.server.attempts import reason_of
 from pdmesh.engine.server.core_peers import Core, CorePeers
 from pdmesh.engine.server.identity import engine_id_of
 from pdmesh.engine.server.metrics import EngineMetrics
+from pdmesh.engine.server.open_offers import OpenOffers
 from pdmesh.engine.server.orderly_writes import OrderlyWrites
 from pdmesh.errors import MeshError, TransferFailed
 from pdmesh.protocol.messages import GroupBlocks
@@ -32,8 +33,6 @@ from pdmesh.turns import Turns
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# The prefill leg was sent at the same time: it comes within a round trip, or never.
-OPEN_WAIT_S = 2.0
 NUM_ATTACHED = 64
 """Consumers that are written to at other times than now and stay connected: one that is replaced comes back under another id."""
 LOST = ("peer_lost", "error:", "timeout")
@@ -68,6 +67,7 @@ class OutgoingPushes:
         core_peers: CorePeers,
         owner: PoolOwner,
         offers: OfferTable,
+        open_offers: OpenOffers,
         metrics: EngineMetrics,
         is_enabled: bool,
     ) -> None:
@@ -76,12 +76,10 @@ class OutgoingPushes:
         self._core_peers = core_peers
         self._owner = owner
         self._offers = offers
+        self._open_offers = open_offers
         self._metrics = metrics
         self._is_enabled = is_enabled
         self._active: dict[str, _Outgoing] = {}
-        self._num_tokens: dict[str, int] = {}
-        """Of the prompts of offers that have not ended."""
-        self._opened = asyncio.Event()
         self._attached: OrderedDict[str, _Attached] = OrderedDict()
         """By consumer; that of the latest push at the end."""
         self._attaching = Turns()
@@ -91,16 +89,6 @@ class OutgoingPushes:
         owner.on_push = self.serve
         owner.on_settled = self._stop_needless
         owner.may_arrive = self._unsure.__contains__
-
-    def opened(self, offer_id: str, num_tokens: int) -> None:
-        """A prompt is computed for an offer from now on."""
-        self._num_tokens[offer_id] = num_tokens
-        opened, self._opened = self._opened, asyncio.Event()
-        opened.set()
-
-    def closed(self, offer_id: str) -> None:
-        """An offer has ended."""
-        self._num_tokens.pop(offer_id, None)
 
     def report(self, report: PushReport) -> None:
         """Take the core's word on how far a push is."""
@@ -161,7 +149,7 @@ class OutgoingPushes:
     async def _begin(self, order: PushOrder) -> _Outgoing:
         begin = order.begin
         self._check(order)
-        await self._wait_opened(begin.offer_id)
+        await self._open_offers.wait_opened(begin.offer_id)
         attached = await self._attach(order)
         if begin.transfer_id in self._active:
             raise TransferFailed(f"{Reason.TRANSFER_ENDED}: transfer {begin.transfer_id} is written already")
@@ -206,18 +194,10 @@ class OutgoingPushes:
                 f"mismatch: blocks of {order.block_bytes} bytes are expected, this engine's have {ready.block_bytes}"
             )
 
-    async def _wait_opened(self, offer_id: str) -> None:
-        try:
-            async with asyncio.timeout(OPEN_WAIT_S):
-                while offer_id not in self._num_tokens:
-                    await self._opened.wait()
-        except TimeoutError:
-            raise TransferFailed(f"{Reason.UNKNOWN}: offer {offer_id} is not held here") from None
-
     async def _attach(self, order: PushOrder) -> _Attached:
         """Have the consumer's pool connected, as it is reached now."""
         consumer_id, targets = order.begin.consumer_id, order.targets[0]
-        num_full = self._num_tokens.get(order.begin.offer_id, 0) // self._ready.block_size
+        num_full = self._open_offers.num_tokens(order.begin.offer_id) // self._ready.block_size
         if targets.first_block + len(targets.block_ids) > num_full:
             raise TransferFailed(f"mismatch: the prompt of the offer has {num_full} full blocks")
         async with self._attaching.of(engine_id_of(consumer_id)):

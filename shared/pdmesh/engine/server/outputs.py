@@ -3,6 +3,7 @@
 A step's messages are handled in one go without waiting, so that all its deltas of one session leave in one frame.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -95,6 +96,11 @@ class Outputs:
             self._heart.heard()
             match message:
                 case StepOutput():
+                    for sealed in message.sealed:
+                        self._handoff.sealed(sealed)
+                    if self._wake_consumers(message):
+                        # Decode's next token waits for it: tickets, logs and metrics do not hold it up.
+                        await asyncio.sleep(0)
                     self._step(message)
                 case PeerConnected():
                     self._core_peers.connected(message)
@@ -113,11 +119,18 @@ class Outputs:
                 case CoreFailed():
                     raise from_code(message.code, message.message)
 
+    def _wake_consumers(self, output: StepOutput) -> bool:
+        """Tell who waits for an offer that a step completed; whether anybody does."""
+        woken = False
+        for delta in output.deltas:
+            running = self._table.get(delta.request_id)
+            if running is not None and running.request.prefill_only and delta.token_ids and not delta.finish_reason:
+                woken = self._handoff.drawn(running, delta.token_ids) or woken
+        return woken
+
     def _step(self, output: StepOutput) -> None:
         if output.kv_events and self._publisher is not None:
             self._publisher.publish(output.kv_events)
-        for sealed in output.sealed:
-            self._handoff.sealed(sealed)
         for push in output.pushes:
             self._handoff.pushes.report(push)
         for landing in output.landings:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -69,6 +70,14 @@ class RunningRequest:
     tokens: NDArray[np.int64] | None = None
     """`request.token_ids` as an array, when somebody has made it one."""
     _digest: bytes = b""
+
+    def go_on(self, first_tokens: list[int]) -> None:
+        """What its prompt was awaited for is there: from here on it is a request that came now, with these tokens emitted."""
+        now = time.monotonic()
+        self.request = msgspec.structs.replace(
+            self.request, emitted=[first_tokens], deadline_s=max(0.0, self.request.deadline_s - (now - self.arrived_s))
+        )
+        self.arrived_s = now
 
     @property
     def digest(self) -> bytes:

@@ -26,7 +26,7 @@ from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.engine.server.transfer_params import RemoteKV
 from pdmesh.errors import PeerError, PeerUnavailable, TransferFailed
 from pdmesh.protocol.exchange import Exchange, KVNames
-from pdmesh.protocol.messages import GenerateRequest, GroupBlocks, KVSource
+from pdmesh.protocol.messages import AwaitedOffer, GenerateRequest, GroupBlocks, KVSource
 from pdmesh.protocol.ticket import Ticket, unseal
 from pdmesh.protocol.transfers import Begun, OfferView
 from pdmesh.security import MeshSecret
@@ -77,13 +77,19 @@ class Sources:
 
     def needs_calls(self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes]) -> bool:
         """Whether finding the KV takes calls to other services."""
-        return bool(running.request.ticket or remote or (self._tier and keys))
+        return bool(_is_handed_over(running.request) or remote or (self._tier and keys))
 
     async def find(self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes]) -> KVSource | None:
         """Begin the best pull there is; None to compute everything.
 
-        Raises Forbidden for what is not this mesh's, and TransferFailed or HandshakeRefused under the `fail` policy.
+        Raises Forbidden for what is not this mesh's, and TransferFailed or HandshakeRefused under the `fail` policy; both under
+        any for an offer that is awaited: whoever computes it may go on to, and its ticket come.
         """
+        if running.request.awaits is not None:
+            try:
+                return await self._from_awaited(running, running.request.awaits)
+            except PeerError as exc:
+                raise _as_transfer_failure(exc) from exc
         try:
             if running.request.ticket:
                 return await self._from_ticket(running)
@@ -98,7 +104,7 @@ class Sources:
 
     def may_find_again(self, running: RunningRequest) -> bool:
         """Whether a source may be found for the request after a preemption."""
-        return bool(self._tier or running.request.ticket)
+        return bool(self._tier or _is_handed_over(running.request))
 
     async def find_again(self, running: RunningRequest, need: NeedsSource) -> Found:
         """Begin a pull for a preempted request from the first place that has more than the core, after `need.after`.
@@ -126,11 +132,12 @@ class Sources:
         num_more = len(running.request.token_ids) - max(num_in_tier, need.num_cached)
         enough = self._config.preempted_fetch_min_tokens if num_in_tier > need.num_cached else 1
         # What the ticket's pull failed for the first time, it would fail for again.
-        has_offer = running.request.ticket and not running.fetch_failure and need.after != OFFER
+        has_offer = _is_handed_over(running.request) and not running.fetch_failure and need.after != OFFER
         if not has_offer or num_more < enough:
             return None
         try:
-            return await self._from_ticket(running)
+            awaits = running.request.awaits
+            return await (self._from_ticket(running) if awaits is None else self._from_awaited(running, awaits))
         except PeerError as exc:
             log.debug("the offer of %s is not to be had any more: %s", running.request.request_id, exc.message)
             return None
@@ -152,6 +159,20 @@ class Sources:
             target, ticket.offer_id, ticket.groups, lambda peer: check_owner(ticket, peer.names)
         )
 
+    async def _from_awaited(self, running: RunningRequest, awaits: AwaitedOffer) -> KVSource:
+        """Begin at an owner that may compute the offer yet; the request goes on behind the first tokens of its answer."""
+        running.ticket_offer_id = awaits.offer_id
+        target = Target(
+            running=running,
+            origin=Origin.TICKET,
+            address=awaits.owner_address,
+            reach_s=_reach_time_s(running),
+            is_owner=awaits.owner_id.__eq__,
+            owner_start=awaits.owner_id,
+            owner_name=awaits.owner_id,
+        )
+        return await self._from_offer(target, awaits.offer_id, [], awaits=True)
+
     async def _from_peer(self, running: RunningRequest, remote: RemoteKV) -> KVSource:
         target = Target(
             running=running,
@@ -169,18 +190,26 @@ class Sources:
         offer_id: str,
         groups: list[GroupBlocks],
         check: Callable[[Peer], None] = lambda peer: None,
+        *,
+        awaits: bool = False,
     ) -> KVSource:
+        running = target.running
+
         async def ask(peer: Peer, transfer_id: str, connector: str) -> Begun:
             check(peer)
-            return await self._peers.begin(
+            begun = await self._peers.begin(
                 peer,
                 transfer_id=transfer_id,
                 offer_id=offer_id,
-                digest=target.running.digest,
+                digest=running.digest,
                 groups=groups,
-                remaining_s=lifetime_s(target.running),
+                remaining_s=lifetime_s(running),
                 connector=connector,
+                awaits=awaits,
             )
+            if awaits and begun.view is not None and not running.in_core:
+                self._go_on(running, begun.view, begun.first_tokens)
+            return begun
 
         num_resets = self._resets.num_begun
         begun = await self._attempts.begin(target, ask)
@@ -188,6 +217,15 @@ class Sources:
             raise TransferFailed(f"unknown: {target.address} says nothing of offer {offer_id}")
         source = self._source(*begun, fail_policy=self._config.kv_load_failure_policy)
         return msgspec.structs.replace(source, offer_id=offer_id, num_resets=num_resets)
+
+    def _go_on(self, running: RunningRequest, view: OfferView, first_tokens: list[int]) -> None:
+        """Take the first tokens of an awaited offer in. Raises TransferFailed when they cannot be the request's."""
+        num_tokens, vocab_size = len(running.request.token_ids), self._ready.vocab_size
+        if not first_tokens or not 0 <= min(first_tokens) <= max(first_tokens) < vocab_size:
+            raise TransferFailed(f"first_tokens: {len(first_tokens)} came, of a vocabulary of {vocab_size}")
+        if view.num_tokens != num_tokens:
+            raise TransferFailed(f"num_tokens: the owner offers {view.num_tokens}, this request needs {num_tokens}")
+        running.go_on(first_tokens)
 
     async def _from_tier(self, running: RunningRequest, keys: list[bytes]) -> KVSource | None:
         begun = await self._begin_at_tier(running, keys)
@@ -221,6 +259,11 @@ class Sources:
             fail_policy=fail_policy,
             deadline_s=min(bound_s, fetch.running.remaining_s),
         )
+
+
+def _is_handed_over(request: GenerateRequest) -> bool:
+    """Whether a prefill computes its prompt, or has."""
+    return bool(request.ticket or request.awaits)
 
 
 def check_ticket(ticket: Ticket, running: RunningRequest, ready: CoreReady) -> None:

@@ -103,6 +103,7 @@ class Submission:
         if self._table.find(sink, request.request_id) is not None:
             raise InvalidRequest(f"request id {request.request_id!r} is running already", param="request_id")
         self._check_offer_id(request)
+        check_awaited(request)
         running = self._table.add(request, sink, self._endings.overdue)
         running.tokens = tokens
         if request.prefill_only or leg.offer:
@@ -112,8 +113,10 @@ class Submission:
             keys = block_keys(tokens, self._ready.block_size, root=self._root, cache_salt=request.cache_salt)
         if self._sources.needs_calls(running, leg.remote, keys):
             running.submission = self._tasks.create_task(self._submit_with_source(running, leg.remote, keys))
-            self._num_calling += 1
-            running.submission.add_done_callback(self._called)
+            if request.awaits is None:
+                # Who waits for a prefill's offer has no turn here yet.
+                self._num_calling += 1
+                running.submission.add_done_callback(self._called)
         else:
             self._add(running, keys, None, recompute_last=False)
         return running
@@ -145,7 +148,7 @@ class Submission:
             raise InvalidRequest("offer_id names an offer that there was before", param="offer_id")
 
     async def _submit_with_source(self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes]) -> None:
-        running.owes_commit = bool(running.request.ticket)
+        running.owes_commit = bool(running.request.ticket or running.request.awaits)
         try:
             source = await self._sources.find(running, remote, keys)
             push_id = await self._expectations.settled(running, running.ticket_offer_id)
@@ -177,7 +180,7 @@ class Submission:
         self._board.num_submitted += 1
         self._core.send(
             AddRequest(
-                request=msgspec.structs.replace(request, request_id=running.core_id, ticket=b""),
+                request=msgspec.structs.replace(request, request_id=running.core_id, ticket=b"", awaits=None),
                 offer_id=running.offer_id,
                 source=source,
                 block_keys=keys,
@@ -194,7 +197,7 @@ def check_kv_role(kv_role: str, request: GenerateRequest, leg: StockLeg) -> None
 
     Raises InvalidRequest, that names the parameter, for a stock leg, and HandshakeRefused for a proxy's, which goes elsewhere.
     """
-    if kv_role == "kv_producer" and (request.ticket or leg.remote):
+    if kv_role == "kv_producer" and (request.ticket or request.awaits or leg.remote):
         problem, param = "this engine fetches no KV: its kv-role is kv_producer", "do_remote_prefill"
     elif kv_role == "kv_consumer" and (request.prefill_only or leg.offer):
         problem, param = "this engine offers no KV: its kv-role is kv_consumer", "do_remote_decode"
@@ -203,6 +206,18 @@ def check_kv_role(kv_role: str, request: GenerateRequest, leg: StockLeg) -> None
     if leg.remote or leg.offer:
         raise InvalidRequest(f"{FIELD}.{param}: {problem}", param=f"{FIELD}.{param}")
     raise HandshakeRefused(problem)
+
+
+def check_awaited(request: GenerateRequest) -> None:
+    """Raise InvalidRequest for an awaited offer that no request can go on from."""
+    if request.awaits is None:
+        return
+    if not is_offer_id(request.awaits.offer_id):
+        raise InvalidRequest(f"awaits.offer_id must be {OFFER_ID_CHARS} hexadecimal digits", param="awaits")
+    if request.ticket or request.prefill_only or request.emitted or len(request.choices) != 1:
+        raise InvalidRequest(
+            "awaits goes with one choice, and not with ticket, prefill_only or emitted", param="awaits"
+        )
 
 
 def check_request(request: GenerateRequest, ready: CoreReady) -> NDArray[np.int64]:
