@@ -58,8 +58,12 @@ def _cell(outcome: dict[str, Any] | None) -> str:
 def _soak(run: dict[str, Any]) -> Iterator[str]:
     counts = run["counts"]
     total, num_faults = sum(counts.values()), sum(run["faults"].values())
+    failures = run["failures"]
     yield from ("", "## Soak", "")
+    yield f"**{'FAILED' if failures else 'PASSED'}** by its own count, with {len(failures)} failures."
     yield f"{run['minutes']:g} minutes of load on 2 prefill, 2 decode, kvcache with Valkey and a proxy, {run['date']}, commit"
     yield f"`{run['commit']}`: {total} requests while {num_faults} faults happened, every answer compared with one engine's:"
     yield f"{', '.join(f'{count} {name}' for name, count in counts.items())}; {counts['right'] / max(1, total):.2%} right."
     yield "`lost`: the proxy was killed under them. By `./dev soak`; all counts are in benchmarks/results/."
+    if failures:
+        yield from ("", *(f"- {' '.join(each.split())[:300]}" for each in failures))

@@ -55,6 +55,9 @@ def searched(**rules: Any) -> Search:
             marks=pytest.mark.full,
         ),
         pytest.param({"stock": True, "faults": 2}, 150_000, id="stock router, two faults", marks=pytest.mark.full),
+        # Every two of a loss, a repetition, a crash, and a consumer given up though it lives.
+        pytest.param({"faults": 2}, 350_000, id="pull, two faults", marks=pytest.mark.full),
+        pytest.param({"pushes": True, "faults": 0}, 350_000, id="push", marks=pytest.mark.full),
         pytest.param({"faults": 4, "legs": 1}, 20_000, id="pull, four faults, one leg", marks=pytest.mark.full),
         pytest.param(
             {"pushes": True, "faults": 2, "legs": 1}, 100_000, id="push, two faults, one leg", marks=pytest.mark.full
@@ -71,16 +74,11 @@ def test_every_order_of_events_keeps_the_promises(rules: dict[str, Any], least_s
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "rules",
-    [{"faults": 2}, {"pushes": True, "faults": 1}],
-    ids=["pull, two faults", "push, two legs, a fault"],
-)
-def test_no_short_order_of_more_events_breaks_a_promise(rules: dict[str, Any]) -> None:
-    """Too large to be searched to the end: the shortest of them."""
-    found = search(HandoffWorld(Rules(**rules)), max_states=200_000)
+def test_no_short_order_of_a_push_with_two_legs_and_a_fault_breaks_a_promise() -> None:
+    """Too large to be searched to the end (over two million states at a third of its depth): the shortest of them."""
+    found = search(HandoffWorld(Rules(pushes=True, faults=1)), max_states=200_000)
     assert not found.broken, str(found)
-    assert found.num_states == 200_000 or found.is_complete
+    assert not found.is_complete, "it can be searched to the end: do that"
 
 
 class LetsGoUnderReaders(OfferTable):

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import redis
 
+from faults import clocks
 from soak.fleet import Fleet, Member
 from soak.links import Link
 from soak.load import Load
@@ -27,6 +28,8 @@ FLIPPED_BITS = 200
 BURST = 24
 BURSTS = {"kill proxy": 8}
 """It is the only one: what it has is lost when it is killed."""
+AHEAD = ("unshare", "--time", "--monotonic", str(clocks.SKEW_S), "--boottime", str(clocks.SKEW_S))
+"""Executes a service whose clocks are ahead. Its wall clock is true: what skews that makes sleeps fail now and then."""
 BURST_LEAD_S = (0.02, 0.4)
 """From the beginning of a burst of requests to the fault that meets it: they take about as long."""
 
@@ -68,8 +71,8 @@ class Faults:
             if not late and not self._can(event.fault):
                 return
             self._events.pop(0)
-            if late:
-                self._log(f"left out, its target was not there: {event.fault}")
+            if why := "its target was not there" if late else self._obstacle(event.fault):
+                self._log(f"left out, {why}: {event.fault}")
                 self.done["left out"] += 1
                 continue
             self._log(f"fault: {event.fault}")
@@ -95,6 +98,14 @@ class Faults:
         member = self._fleet.members.get(fault.target)
         return member is None or (member.ready and not member.expected_end and not self._is_frozen(member))
 
+    def _obstacle(self, fault: Fault) -> str:
+        """Why a fault cannot be done on this machine; empty when it can."""
+        if fault.deed is Deed.SKEW and os.geteuid():
+            return "a time namespace cannot be made here (needs root)"
+        if fault.target == "disk" and not self._fleet.disk.is_mount():
+            return "a disk to be filled cannot be mounted here (needs root)"
+        return ""
+
     def _is_frozen(self, member: Member) -> bool:
         return any(_status(process) == psutil.STATUS_STOPPED for process in self._fleet.parts(member, Part.ALL))
 
@@ -110,8 +121,13 @@ class Faults:
                 self._fleet.links.cut(fault.target)
             case Deed.DELAY:
                 self._slow_down(self._fleet.links[fault.target], fault.duration_s)
+            case Deed.LOSS:
+                self._lose(self._fleet.links[fault.target], fault.duration_s)
             case Deed.STRANGER:
                 self._join_stranger(fault.duration_s)
+            case Deed.FILL if fault.target == "disk":
+                self._fleet.fill_disk()
+                self._later(fault.duration_s, self._fleet.empty_disk)
             case _ if fault.target == "valkey":
                 self._do_to_valkey(fault)
             case _:
@@ -120,6 +136,9 @@ class Faults:
     def _do_to_member(self, fault: Fault, member: Member) -> None:
         if fault.deed is Deed.CORRUPT:
             self._corrupt_arena(member)
+        elif fault.deed is Deed.SKEW:
+            member.prefix = AHEAD
+            self._fleet.end(member, signal.SIGTERM)
         elif fault.deed is Deed.RESTART:
             self._fleet.end(member, signal.SIGTERM)
         elif fault.deed is Deed.KILL and fault.part in (Part.ALL, Part.SERVER):
@@ -153,6 +172,13 @@ class Faults:
             link.slow = False
 
         link.slow = True
+        self._later(duration_s, undo)
+
+    def _lose(self, link: Link, duration_s: float) -> None:
+        def undo() -> None:
+            link.lossy = False
+
+        link.lossy = True
         self._later(duration_s, undo)
 
     def _freeze(self, processes: list[psutil.Process], duration_s: float) -> None:

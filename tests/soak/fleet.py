@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
 import signal
 import socket
 import subprocess
@@ -20,13 +22,15 @@ from pdmesh import embedded_valkey
 from pdmesh.embedded_valkey import EmbeddedValkey
 from soak.links import Links
 from soak.load import REQUEST_TIMEOUT_S
-from soak.schedule import CONNECTORS, Part
+from soak.schedule import CONNECTORS, PUSHING, Part
 from support.mesh import Service, start
 from support.offline import SETTINGS
 from support.processes import command_of, runs
 
 KV_BYTES = 4 << 20
 """Some 250 blocks: room for a handful of the longest prompts, so that blocks are given away and preempted all the time."""
+DISK_BYTES = 256 << 20
+"""Valkey's log of changes is written anew from 64 MiB on."""
 FAMILY_GONE_S = 10.0
 STOP_S = 25.0
 """Beyond the drain timeout of 10 s."""
@@ -40,6 +44,8 @@ class Member:
     name: str
     kind: str
     flags: tuple[str, ...]
+    prefix: tuple[str, ...] = ()
+    """A command that executes the next start, and only that."""
     service: Service | None = None
     num_starts: int = 0
     expected_end: bool = False
@@ -63,6 +69,8 @@ class Fleet:
 
     def __init__(self, folder: Path, model: str, *, seed: int) -> None:
         self.folder, self.model, self.seed = folder, model, seed
+        self.disk = _small_disk(folder / "disk")
+        self._filler = self.disk / "filler"
         self.valkey = self._start_valkey()
         self.num_valkey_starts = 1
         self.links = Links(tuple(CONNECTORS))
@@ -76,7 +84,7 @@ class Fleet:
         kvcache_port, proxy_port = _free_port(), _free_port()
         common = ("--model", model, "--cpu-threads", "1", "--drain-timeout-s", "10", "--dtype", "float32")
         common += ("--block-size", str(SETTINGS["block_size"]), "--kv-cache-memory-bytes", str(KV_BYTES))
-        common += ("--max-num-batched-tokens", "256", "--max-num-seqs", "32", "--kvcache", f"127.0.0.1:{kvcache_port}")
+        common += ("--max-num-seqs", "32", "--kvcache", f"127.0.0.1:{kvcache_port}")
         common += ("--kv-load-failure-policy", "recompute", "--kvcache-lookup-timeout-s", "1")
         self.members = {
             "kvcache": self._member("kvcache", "kvcache", kvcache_port, "--arena-bytes", str(4 << 20)),
@@ -133,7 +141,8 @@ class Fleet:
             elif member.service is not None and member.starting is None and member.service.process.poll() is not None:
                 self._ended(member)
         self._check_dying()
-        if self.valkey.process.poll() is not None and not self._stopping:
+        # It cannot begin on a full disk.
+        if self.valkey.process.poll() is not None and not self._stopping and not self._filler.exists():
             self.valkey = self._start_valkey()
             self.num_valkey_starts += 1
 
@@ -143,7 +152,8 @@ class Fleet:
         member.expected_end = member.told_to_stop = False
         folder = self.folder / member.name
         folder.mkdir(exist_ok=True)
-        member.service = start(member.kind, *member.flags, folder=folder)
+        prefix, member.prefix = member.prefix, ()
+        member.service = start(member.kind, *member.flags, folder=folder, prefix=prefix)
         member.starting = self._pool.submit(member.service.wait_ready)
 
     def dismiss(self, member: Member) -> None:
@@ -151,6 +161,16 @@ class Fleet:
         member.passing = True
         if member.service is not None and member.service.process.poll() is None:
             self.end(member, signal.SIGTERM)
+
+    def fill_disk(self) -> None:
+        """Leave no byte where Valkey writes, and connector file."""
+        for size in (1 << 20, 512):
+            with self._filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+    def empty_disk(self) -> None:
+        self._filler.unlink(missing_ok=True)
 
     def announce(self) -> None:
         """Write the endpoint files from the engines that run now."""
@@ -213,6 +233,8 @@ class Fleet:
             if member.service is not None:
                 self._reap(member)
         self.valkey.stop()
+        if self.disk.is_mount():
+            subprocess.run(["umount", "--lazy", str(self.disk)], check=True)
         self.links.close()
         until = time.monotonic() + FAMILY_GONE_S
         while self._dying and time.monotonic() < until + 1:
@@ -229,10 +251,20 @@ class Fleet:
         return Member(name=name, kind=kind, flags=(*given, *flags))
 
     def _engine(self, name: str, connector: str, common: tuple[str, ...]) -> Member:
-        role, _, number = name.partition("-")
-        # One of each role comes back under its old name and port, the other as a stranger, as a new pod would.
-        port = ("--engine-id", name, "--grpc-port", str(_free_port())) if number == "0" else ("--grpc-port", "0")
-        return Member(name=name, kind=role, flags=(*common, "--port", "0", *port, "--connector", connector))
+        role = name.partition("-")[0]
+        # One of each role comes back under its old name and port, the other as a stranger, as a new pod would. Connector file
+        # finds by the name what an earlier start has left.
+        is_same = "file" in connector
+        port = ("--engine-id", name, "--grpc-port", str(_free_port())) if is_same else ("--grpc-port", "0")
+        # What is computed in one step is pulled: where pushes are wanted, steps are small.
+        more: tuple[str, ...] = ("--max-num-batched-tokens", "64" if name in PUSHING else "256")
+        if is_same:
+            offers = self.disk / "offers"
+            offers.mkdir(mode=0o700, exist_ok=True)
+            more += ("--connector-options", json.dumps({"file": {"path": str(offers)}}))
+        if name in PUSHING:
+            more += ("--kv-transfer-mode", "push")
+        return Member(name=name, kind=role, flags=(*common, "--port", "0", *port, "--connector", connector, *more))
 
     def _started(self, member: Member) -> None:
         assert member.starting is not None
@@ -292,13 +324,22 @@ class Fleet:
         self._dying = left
 
     def _start_valkey(self) -> EmbeddedValkey:
-        return embedded_valkey.start(self.folder / "valkey", maxmemory_bytes=8 << 20)
+        return embedded_valkey.start(self.disk / "valkey", maxmemory_bytes=8 << 20, persist=True)
 
     def _engines_seen(self) -> int:
         proxy = self.members["proxy"].service
         with contextlib.suppress(httpx.HTTPError):
             return int(proxy.metric("pdmesh_proxy_engines")) if proxy is not None else 0
         return 0
+
+
+def _small_disk(folder: Path) -> Path:
+    """A folder on a file system of its own that may be filled; an ordinary one where this process may mount none."""
+    folder.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "tmpfs", str(folder)]
+        subprocess.run(command, capture_output=True, check=False)
+    return folder
 
 
 def _family(pid: int) -> list[psutil.Process]:

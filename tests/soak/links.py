@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import threading
 
 DELAY_S = 0.5
+LOST_SHARE = 0.1
+RESEND_S = (0.2, 0.4, 0.8)
+"""Linux sends a packet again after 200 ms at least, and after twice as long when that is lost too."""
 PIECE_BYTES = 1 << 16
 
 
@@ -18,6 +22,7 @@ class Link:
         self.target = 0
         """gRPC port of the engine's present start."""
         self.slow = False
+        self.lossy = False
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -46,6 +51,8 @@ class Link:
             while piece := await reader.read(PIECE_BYTES):
                 if self.slow:
                     await asyncio.sleep(DELAY_S)
+                if self.lossy and random.random() < LOST_SHARE:
+                    await asyncio.sleep(random.choice(RESEND_S))
                 writer.write(piece)
                 await writer.drain()
         writer.close()

@@ -16,9 +16,12 @@ from typing import Any
 from soak.answers import Verdict
 from soak.faults import Faults
 from soak.load import Load
+from soak.schedule import WAYS
 from soak.watch import Watch, summary
 
 RIGHT_SHARE = 0.99
+USES_EVERY_WAY_MINUTES = 15.0
+"""A run of that length must have moved KV by each way."""
 BAD = (Verdict.WRONG, Verdict.TRUNCATED, Verdict.HUNG)
 
 
@@ -60,13 +63,15 @@ class Report:
         """Write `path` (JSON) and the table beside it; return the table."""
         path.parent.mkdir(parents=True, exist_ok=True)
         failures = self.failures(at_least)
-        path.write_text(json.dumps(asdict(self) | {"failures": failures}, indent=1, ensure_ascii=False) + "\n")
+        result = asdict(self) | {"verdict": verdict(failures), "failures": failures}
+        path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
         table = self.table(failures)
         path.with_suffix(".md").write_text(table)
         return table
 
     def table(self, failures: list[str]) -> str:
         """Markdown."""
+        counted = ", ".join(f"{self.counts[each]} {each}" for each in Verdict)
         rows = [
             *((f"answers {verdict}", self.counts[verdict]) for verdict in Verdict),
             ("share right", f"{self.right_share:.3%}"),
@@ -74,7 +79,9 @@ class Report:
         ]
         return "\n".join(
             [
-                f"# Soak of {self.minutes:g} minutes, {self.date}",
+                f"# Soak of {self.minutes:g} minutes, {self.date}: {verdict(failures)}",
+                "",
+                f"{verdict(failures)}: {self.num_requests} answers, {counted}; {len(failures)} failures.",
                 "",
                 "2 prefill, 2 decode, kvcache with Valkey and a proxy, with a tiny float32 model; every answer is compared with",
                 f"one engine's alone. Commit {self.commit}, seed {self.seed}, {self.machine}.",
@@ -95,6 +102,11 @@ class Report:
         )
 
 
+def verdict(failures: list[str]) -> str:
+    """What the run itself says of itself; nobody edits that afterwards."""
+    return "FAILED" if failures else "PASSED"
+
+
 def make_report(
     load: Load, faults: Faults, watch: Watch, *, seed: int, minutes: float, facts: dict[str, Any]
 ) -> Report:
@@ -108,6 +120,7 @@ def make_report(
         faults=dict(faults.done),
         problems=[
             *watch.problems,
+            *_unused(load, minutes),
             *(f"bad request {what}: {count}" for what, count in load.bad_requests.items() if what not in HARMLESS),
         ],
         facts={
@@ -124,6 +137,12 @@ def make_report(
         },
         answers_not_right=[asdict(seen) for seen in load.seen],
     )
+
+
+def _unused(load: Load, minutes: float) -> list[str]:
+    """Ways of KV that a long run should have gone and has not."""
+    missing = [way for way in WAYS if not any(name.startswith(way) for name in load.kv_sources)]
+    return [f"no KV came by {way}" for way in missing] if minutes >= USES_EVERY_WAY_MINUTES else []
 
 
 HARMLESS = ("refused", "lost with the proxy")

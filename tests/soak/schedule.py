@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 CONNECTORS = {
-    "prefill-0": "shm,grpc",
+    "prefill-0": "shm,file,grpc",
     "prefill-1": "nixl,grpc",
-    "decode-0": "nixl,shm,grpc",
-    "decode-1": "nixl,grpc",
+    "decode-0": "shm,grpc",
+    "decode-1": "nixl,file,grpc",
 }
-"""Of each engine, in order of preference. Between them every connector is used: shm, nixl and grpc."""
+"""Of each engine, in order of preference. Each of the four pairs has a way of its own: shm, file, grpc and nixl."""
+PUSHING = ("prefill-1", "decode-1")
+"""Where both have nixl: the one writes long prompts into the other's memory while it computes them; short ones are pulled."""
+WAYS = ("shm", "file", "grpc", "nixl", "push", "tier")
+"""By which KV must have come, some time in half an hour."""
 ENGINES = tuple(CONNECTORS)
 WITH_HELPER = tuple(name for name, connectors in CONNECTORS.items() if "nixl" in connectors)
 FREEZE_S = 5.0
@@ -44,6 +48,10 @@ class Deed(StrEnum):
     """All connections between the proxy and an engine."""
     DELAY = "delay"
     """What they carry, by 500 ms."""
+    LOSS = "lose"
+    """Packets: what they carry is late now and then by the time after which TCP sends again."""
+    SKEW = "skew"
+    """SIGTERM, and a new start whose monotonic clock, and that since boot, are a minute ahead until it ends."""
     STRANGER = "stranger"
     """An engine with another model joins for a while."""
     DISCONNECTS = "disconnects"
@@ -57,7 +65,7 @@ class Fault:
 
     deed: Deed
     target: str
-    """Service: an engine's name, proxy, kvcache, valkey; or clients, mesh."""
+    """Service: an engine's name, proxy, kvcache, valkey; or clients, mesh, disk: the one that Valkey and connector file have."""
     part: Part = Part.ALL
     duration_s: float = 0.0
 
@@ -92,6 +100,9 @@ OTHER_FAULTS = (
     Fault(deed=Deed.CORRUPT, target="kvcache"),
     *(Fault(deed=Deed.CUT, target=name) for name in ("prefill-0", "decode-0")),
     *(Fault(deed=Deed.DELAY, target=name, duration_s=FREEZE_S) for name in ("prefill-1", "decode-1")),
+    *(Fault(deed=Deed.LOSS, target=name, duration_s=FREEZE_S) for name in ("prefill-0", "decode-1")),
+    *(Fault(deed=Deed.SKEW, target=name) for name in ("prefill-1", "decode-0", "proxy")),
+    Fault(deed=Deed.FILL, target="disk", duration_s=FREEZE_S),
     Fault(deed=Deed.STRANGER, target="mesh", duration_s=FREEZE_S),
     *(Fault(deed=deed, target="clients") for deed in (Deed.DISCONNECTS, Deed.SLOW_CLIENTS, Deed.BAD_REQUESTS)),
 )

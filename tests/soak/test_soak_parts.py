@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from faults import beside
 from soak.answers import Answer, Judged, Verdict
-from soak.schedule import ENGINE_FAULTS, OTHER_FAULTS, OTHERS_PER_BEAT, plan
+from soak.report import Report
+from soak.schedule import CONNECTORS, ENGINE_FAULTS, OTHER_FAULTS, OTHERS_PER_BEAT, PUSHING, WAYS, plan
 from soak.shapes import Choice, Shape, draw_shapes
 
 SHAPE = Shape(
@@ -93,6 +96,30 @@ def test_half_an_hour_has_every_fault_and_an_engine_fault_in_each_beat() -> None
         within = [event.fault for event in events if beat * 30 <= event.at_s < beat * 30 + 30]
         assert sum(fault in ENGINE_FAULTS for fault in within) == 1
         assert len(within) == 1 + OTHERS_PER_BEAT
+
+
+def test_each_pair_of_engines_has_a_way_of_its_own_and_one_of_them_pushes() -> None:
+    ways = {}
+    for prefill in (name for name in CONNECTORS if name.startswith("prefill")):
+        for decode in (name for name in CONNECTORS if name.startswith("decode")):
+            both = [way for way in CONNECTORS[decode].split(",") if way in CONNECTORS[prefill].split(",")]
+            ways[prefill, decode] = both[0]
+    assert ways[PUSHING] == "nixl"
+    assert sorted([*ways.values(), "push", "tier"]) == sorted(WAYS)
+
+
+@pytest.mark.parametrize(("wrong", "verdict"), [(0, "PASSED"), (1, "FAILED")])
+def test_the_report_and_the_page_that_quotes_it_say_what_was_counted(wrong: int, verdict: str, tmp_path: Path) -> None:
+    counts = {str(each): 0 for each in Verdict} | {"right": 1000, "wrong": wrong}
+    report = Report(seed=1, minutes=0.1, counts=counts, faults={"kill proxy": 1}, problems=[], facts={})
+    path = tmp_path / "1-soak.json"
+    table = report.write(path, at_least=1)
+    assert table.splitlines()[0].endswith(verdict)
+    assert f"{verdict}: {1000 + wrong} answers, 1000 right, {wrong} wrong" in table
+    assert json.loads(path.read_text())["verdict"] == verdict
+    quoted = "\n".join(beside.lines(tmp_path))
+    assert f"**{verdict}**" in quoted
+    assert ("1 answers wrong" in quoted) == bool(wrong)
 
 
 def test_shapes_are_of_many_kinds() -> None:

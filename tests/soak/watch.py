@@ -26,6 +26,7 @@ HELD: dict[str, tuple[str, ...]] = {
     "kvcache": ("pdmesh_kvcache_open_lookups", "pdmesh_kvcache_slots_pinned", "pdmesh_kvcache_queued_stores"),
     "proxy": ("pdmesh_proxy_requests_in_flight",),
 }
+HELD["prefill"] += ("pdmesh_kv_blocks_quarantined", "pdmesh_transfers_reading")
 HELD["prefill"] += ("vllm:num_requests_waiting", "vllm:num_requests_waiting_by_reason")
 HELD["decode"] = HELD["prefill"]
 NEVER = (
