@@ -212,10 +212,10 @@ class Faults:
     def _corrupt_arena(self, member: Member) -> None:
         """Flip a bit in some of the memory that the tier keeps blocks in, behind its back."""
         (process,) = self._fleet.parts(member, Part.SERVER)
-        for link in os.scandir(f"/proc/{process.pid}/fd"):
-            if not os.readlink(link.path).startswith("/memfd:pdmesh-kvcache"):
-                continue
-            with open(link.path, "r+b", buffering=0) as memory:
+        with os.scandir(f"/proc/{process.pid}/fd") as links:
+            arenas = [link.path for link in links if os.readlink(link.path).startswith("/memfd:pdmesh-kvcache")]
+        for path in arenas[:1]:
+            with open(path, "r+b", buffering=0) as memory:
                 size = memory.seek(0, os.SEEK_END)
                 for _ in range(FLIPPED_BITS):
                     # The generation words are at its beginning.
@@ -224,7 +224,6 @@ class Faults:
                     (byte,) = memory.read(1)
                     memory.seek(at)
                     memory.write(bytes([byte ^ 1 << self._rng.randrange(8)]))
-            return
 
     @contextlib.contextmanager
     def _valkey(self):  # type: ignore[no-untyped-def]
