@@ -48,7 +48,7 @@ def test_a_healthy_owner_keeps_its_cache_and_damage_costs_it_once(pool: KVPool) 
         with PoolSums(pool) as sums:
             await sums.of(blocks, 0)
             async with asyncio.TaskGroup() as tasks:
-                damage = Damage(sums=sums, resets=counted, tasks=tasks, metrics=counted)  # type: ignore[arg-type]
+                damage = Damage(sums=sums, resets=counted, tasks=tasks, metrics=counted, block_size=16)  # type: ignore[arg-type]
                 for _ in range(3):
                     damage.suspect(blocks)
                     assert await damage.is_whole(blocks)
@@ -63,6 +63,25 @@ def test_a_healthy_owner_keeps_its_cache_and_damage_costs_it_once(pool: KVPool) 
     asyncio.run(scenario())
     assert counted.resets == [[5], [6]]
     assert counted.num_damaged == 2
+
+
+def test_what_prompts_begin_with_is_looked_at_when_it_is_reused_and_not_at_each(pool: KVPool) -> None:
+    counted = Counted()
+    blocks = [GroupBlocks(group=0, block_ids=BLOCKS, generations=pool.generations_of(BLOCKS))]
+
+    async def scenario() -> None:
+        with PoolSums(pool) as sums:
+            await sums.of(blocks, 0)
+            pool.blocks[BLOCKS, 100] ^= 1
+            async with asyncio.TaskGroup() as tasks:
+                damage = Damage(sums=sums, resets=counted, tasks=tasks, metrics=counted, block_size=16)  # type: ignore[arg-type]
+                damage.reused(blocks, 15)
+                damage.reused(blocks, 40)
+                damage.reused(blocks, 40)
+
+    asyncio.run(scenario())
+    # The third is not wholly of what was reused.
+    assert counted.resets == [BLOCKS[:2]]
 
 
 def test_only_a_corrupt_end_is_a_reason_to_look() -> None:

@@ -87,6 +87,22 @@ def test_an_owner_that_is_told_of_damage_lets_go_of_its_cache(model: str) -> Non
         running.wait_nothing_held()
 
 
+def test_damage_is_found_where_everybody_else_has_the_beginning_itself(model: str) -> None:
+    """What is read then was computed behind it and is as it was summed: wrong tokens for as long as the engine lived."""
+    with mesh(model, connector="shm,grpc", engine_flags=FLAGS) as running:
+        (prefill,), (decode,) = running.prefill, running.decode
+        right = right_tokens(running, range(1, 6))
+        reset(decode)
+        assert tokens(ask(running, 1)) == right[1]
+        assert damage_pool(prefill) > 0
+        # What it draws nobody can know to be wrong yet.
+        ask(running, 2)
+        until(lambda: prefill.metric("pdmesh_kv_damaged_blocks_total") > 0)
+        for number in range(3, 6):
+            assert tokens(ask(running, number)) == right[number]
+        running.wait_nothing_held()
+
+
 def test_nothing_that_was_computed_behind_damage_gets_into_the_tier(model: str) -> None:
     """It did, under right names and with sums of its own: every engine that fetched it went on from it."""
     patient = ("--kvcache-lookup-timeout-s", "10")

@@ -41,6 +41,8 @@ class PoolSums:
         self._begun: Future[None] | None = None
         """The last of what `prepare` has begun."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sums")
+        # Nobody who waits for sums waits for these.
+        self._second_look = ThreadPoolExecutor(1, thread_name_prefix="sums-again")
         # Who writes to a pool has its pages already, or takes them ahead.
         self._pages = None if pool.writable else PagesAhead(pool)
 
@@ -55,6 +57,7 @@ class PoolSums:
     def close(self) -> None:
         """Wait for what is being summed."""
         self._thread.shutdown(cancel_futures=True)
+        self._second_look.shutdown(cancel_futures=True)
         if self._pages is not None:
             self._pages.close()
 
@@ -107,7 +110,7 @@ class PoolSums:
         Nothing is known of a block that may grow, was never summed, or has been given other content since.
         """
         loop = asyncio.get_running_loop()
-        changed = [await loop.run_in_executor(self._thread, self._changed, blocks) for blocks in groups]
+        changed = [await loop.run_in_executor(self._second_look, self._changed, blocks) for blocks in groups]
         return [blocks for blocks in changed if blocks.block_ids]
 
     def _changed(self, blocks: GroupBlocks) -> GroupBlocks:

@@ -229,6 +229,8 @@ class OfferSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     marks: KVMarks = NO_MARKS
     grows: bool = False
     """The request goes on and writes behind these tokens, in the last block too."""
+    num_reused: int = 0
+    """Leading tokens whose KV was found here or pulled."""
 
 
 class TransferEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):

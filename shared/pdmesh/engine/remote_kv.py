@@ -153,6 +153,7 @@ class RemoteKV:
                     num_exact_tokens=num_exact if num_exact < request.num_offered else None,
                     before_reset=not sequence.may_register,
                 ),
+                num_reused=sequence.num_reused_tokens,
                 grows=sequence.num_tokens > request.num_offered
                 or not (request.prefill_only or request.sampling.max_tokens == 1),
             )

@@ -141,8 +141,8 @@ def assemble(
         sums=sums,
     )
     resets = PrefixCacheResets(core, offers.note_reset)
-    damage = Damage(sums=sums, resets=resets, tasks=tasks, metrics=metrics)
-    handoff.owner.on_corrupt = damage.suspect
+    damage = Damage(sums=sums, resets=resets, tasks=tasks, metrics=metrics, block_size=ready.block_size)
+    handoff.owner.on_corrupt, handoff.on_reused = damage.suspect, damage.reused
     tier = None
     if config.kvcache and config.enable_prefix_caching and not ready.keeps_history:
         log.warning("kvcache is not used: it keeps whole prompts, and this model's sliding windows do not")

@@ -3,6 +3,7 @@ a ticket for our proxy or into vLLM's parameters for a stock router. What ends a
 """
 
 import secrets
+from collections.abc import Callable
 
 from pdmesh.config import EngineConfig
 from pdmesh.connector.checksums import PoolSums
@@ -17,6 +18,7 @@ from pdmesh.engine.server.open_offers import OpenOffers
 from pdmesh.engine.server.outgoing_pushes import OutgoingPushes
 from pdmesh.engine.server.requests import RunningRequest
 from pdmesh.engine.server.transfer_params import offered
+from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import OFFER_LEASE_S, EndedOffer, OfferTable, Reason
 from pdmesh.protocol.ticket import Ticket, seal, unseal
 from pdmesh.security import MeshSecret
@@ -49,6 +51,8 @@ class Handoff:
         self._board = board
         self._metrics = metrics
         self._sealed: dict[str, OfferSealed] = {}
+        self.on_reused: Callable[[list[GroupBlocks], int], None] = lambda groups, num_tokens: None
+        """Called with the blocks of each sealed offer whose sums are told, and how many of its first tokens were found here."""
         self.owner = PoolOwner(
             peer_id=identity.peer_id,
             pool=pool,
@@ -102,6 +106,7 @@ class Handoff:
             if self.owner.sums is not None:
                 # While the ticket is on its way.
                 self.owner.sums.prepare(message.groups, message.num_tokens, grows=message.grows)
+                self.on_reused(message.groups, message.num_reused)
         self.owner.settle()
 
     def drawn(self, running: RunningRequest, token_ids: list[int]) -> bool:
