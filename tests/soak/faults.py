@@ -212,8 +212,13 @@ class Faults:
     def _corrupt_arena(self, member: Member) -> None:
         """Flip a bit in some of the memory that the tier keeps blocks in, behind its back."""
         (process,) = self._fleet.parts(member, Part.SERVER)
+        arenas = []
         with os.scandir(f"/proc/{process.pid}/fd") as links:
-            arenas = [link.path for link in links if os.readlink(link.path).startswith("/memfd:pdmesh-kvcache")]
+            for link in links:
+                # It may be closed by now.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.readlink(link.path).startswith("/memfd:pdmesh-kvcache"):
+                        arenas.append(link.path)
         for path in arenas[:1]:
             with open(path, "r+b", buffering=0) as memory:
                 size = memory.seek(0, os.SEEK_END)
