@@ -15,6 +15,7 @@ import pytest
 from pdmesh import breaker
 from pdmesh.connector import peers as peers_module
 from pdmesh.connector.base import PeerPool
+from pdmesh.connector.damages import Damages
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.peers import PeerDirectory
 from pdmesh.connector.pool import PoolShape
@@ -255,6 +256,41 @@ def test_a_better_connector_is_used_again_once_it_works(monkeypatch: pytest.Monk
             await peers.reach(owner.address, 2.0)
             await asyncio.sleep(0.05)
             assert len(half.attached) == num_attached
+
+    asyncio.run(scenario())
+
+
+def test_a_connector_that_damages_is_given_up_under_running_transfers_and_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It passes each handshake, as most of what comes over it is right: each pull paid for two, or was for nothing."""
+    monkeypatch.setattr("pdmesh.connector.regaining.FIRST_PAUSE_S", 0.0)
+    leap_s = 0.0
+
+    async def scenario() -> None:
+        nonlocal leap_s
+        half = Half()
+        async with owning() as owner, directory(half) as peers:
+            peers._greeter.damages = Damages(lambda: time.monotonic() + leap_s)
+            peer = await peers.reach(owner.address, 2.0)
+            peers.came_whole(peer, "grpc", after=["shm"])
+            assert peer.connector == "shm"
+            peers.came_whole(peer, "grpc", after=["shm"])
+            assert (peer.connector, half.detached) == ("grpc", [])
+            # What comes later of a pull that began before.
+            peers.came_whole(peer, "grpc", after=["shm"])
+            for _ in range(3):
+                assert await peers.reach(owner.address, 2.0) is peer
+                await asyncio.sleep(0.03)
+            assert peer.connector == "grpc"
+            peers.forget(peer.peer_id)
+            peer = await peers.reach(owner.address, 2.0)
+            assert peer.connector == "grpc"
+            leap_s = 1000.0
+            async with asyncio.timeout(10):
+                while peer.connector == "grpc":
+                    assert await peers.reach(owner.address, 2.0) is peer
+                    await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
 

@@ -390,7 +390,7 @@ def scene() -> Iterator[Scene]:
         made.links.close()
 
 
-@pytest.mark.parametrize("reason", ["peer_lost", "error:it broke"])
+@pytest.mark.parametrize("reason", ["peer_lost", "error:it broke", "corrupt"])
 def test_a_pull_that_a_connector_fails_goes_on_over_the_next(scene: Scene, reason: str) -> None:
     scene.fail(scene.nixl, reason)
     (again,) = scene.mooncake.started
@@ -405,7 +405,31 @@ def test_a_pull_that_a_connector_fails_goes_on_over_the_next(scene: Scene, reaso
     assert len(scene.mooncake.started) == 2
 
 
-@pytest.mark.parametrize("reason", ["stale", "timeout", "corrupt", "cancelled"])
+def test_damage_on_the_way_is_answered_by_another_way_and_told_with_the_pulls_end(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A path that damages cost each request its pull and its prompt, although the next connector would have done."""
+    scene.links.start(replace(scene.pull, transfer_id="checked", checksums=[7]))
+    scene.fail(scene.nixl, "corrupt")
+    (again,) = scene.mooncake.started
+    # What comes is not taken at its word because it came another way.
+    assert (again.checksums, again.generations, again.target_block_ids) == ([7], [1], [0])
+    scene.mooncake.end("")
+    (ended,) = scene.links.poll()
+    assert (ended.result.reason, ended.connector, ended.result.damaged) == ("", "mooncake:after:nixl", ("nixl",))
+    # Pulls are many: the server tells of them, once.
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
+def test_what_is_damaged_over_every_connector_ends_as_corrupt(scene: Scene) -> None:
+    scene.fail(scene.nixl, "corrupt")
+    scene.fail(scene.mooncake)
+    scene.grpc.end("corrupt")
+    (ended,) = scene.links.poll()
+    assert (ended.result.reason, ended.result.damaged) == ("corrupt", ("nixl", "grpc"))
+
+
+@pytest.mark.parametrize("reason", ["stale", "timeout", "cancelled"])
 def test_what_is_not_the_connectors_fault_ends_the_pull(scene: Scene, reason: str) -> None:
     scene.nixl.end(reason)
     assert scene.ended() == (reason, "nixl")

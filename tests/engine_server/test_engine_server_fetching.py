@@ -88,7 +88,7 @@ async def owning(
         peer_id=peer_id,
         pool=pool,
         offers=table,
-        connectors={"shm": b""},
+        connectors={"shm": b"", "grpc": b""},
         model_fingerprint=READY.model_fingerprint,
         layout_fingerprints=READY.layout_fingerprints,
         on_ended=lambda ended: None,
@@ -261,6 +261,39 @@ def test_damaged_kv_is_counted_and_told_once_for_a_peer(caplog: pytest.LogCaptur
         assert sum("is not what was summed there" in record.message for record in caplog.records) == 1
 
     play(scene)
+
+
+def test_damage_on_the_way_that_another_way_made_good_is_counted_and_told_once_and_its_connector_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(HeldCore, "connectors", ("shm", "grpc"))
+    used: list[str] = []
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async with owning(request("r")) as (address, table):
+            for number in range(4):
+                made = msgspec.structs.replace(decode_leg(ticket_of(request("r"), address)), request_id=f"r{number}")
+                submitted(engine, made)
+                await until(lambda num=number: sum(isinstance(each, AddRequest) for each in core.sent) > num)
+                source = core.added().source
+                assert source is not None
+                used.append(source.connector)
+                ended = TransferEnded(
+                    transfer_id=source.transfer_id,
+                    peer_id="owner@1",
+                    request_id=made.request_id,
+                    committed=True,
+                    way="grpc:after:shm" if source.connector == "shm" else "grpc",
+                    damaged=["shm"] if source.connector == "shm" else [],
+                )
+                await core.say(transfers=[ended])
+                await until(lambda: not table.num_transfers)
+            assert counted(engine, "pdmesh_damaged_pulls_total", connector="shm") == 2
+            assert counted(engine, "pdmesh_connector_fallbacks_total", connector="shm") >= 2
+
+    play(scene)
+    assert used == ["shm", "shm", "grpc", "grpc"]
+    assert sum("is not what was summed there" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("flow", ["ticket", "stock"])

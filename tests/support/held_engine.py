@@ -54,6 +54,8 @@ class HeldCore:
     """The core's end: what was sent to it, and what the test lets it say."""
 
     ready = READY
+    connectors = ("shm",)
+    """Those by which this engine reaches others."""
 
     def __init__(self) -> None:
         self.sent: list[ToCore] = []
@@ -126,7 +128,7 @@ async def held_engine(core: HeldCore, **settings: Any) -> AsyncIterator[Engine]:
     secret = MeshSecret(SECRET)
     async with (
         PeerDirectory(
-            identity.peer_id, secret, ["shm"], "model", ["layout"], core_peers.attach, core_peers.detach
+            identity.peer_id, secret, list(core.connectors), "model", ["layout"], core_peers.attach, core_peers.detach
         ) as peers,
         asyncio.TaskGroup() as tasks,
     ):

@@ -116,6 +116,8 @@ class PullResult:
     duration_s: float
     may_write: bool = False
     """Of a write: bytes of it may be on their way, so that only who owns the target blocks can make sure of them."""
+    damaged: tuple[str, ...] = ()
+    """Of a pull that went over several connectors: those over which its bytes came otherwise than they were summed."""
 
 
 class SchedulerConnector(ABC, Generic[OwnerT, LoadT]):

@@ -16,6 +16,7 @@ import grpc.aio
 from pdmesh.channels import OWN_CONNECTION, open_channel
 from pdmesh.connector.active import ERROR_PREFIX, PullEnd
 from pdmesh.connector.base import PeerPool, Way
+from pdmesh.connector.damages import Damages
 from pdmesh.connector.owner import check_names, check_pools
 from pdmesh.connector.publications import PUBLISHING
 from pdmesh.errors import HandshakeRefused, MeshError, PeerUnavailable
@@ -158,6 +159,7 @@ class Greeter:
     ) -> None:
         self.fallbacks: Counter[str] = Counter()
         """Times a connector could not be used and the next one was, by the name of the one that could not."""
+        self.damages = Damages()
         self._peer_id = peer_id
         self._secret = secret
         self._connectors = connectors
@@ -251,6 +253,8 @@ class Greeter:
         offered |= {GRPC_CONNECTOR: address.encode()} if GRPC_CONNECTOR in offered else {}
         if name not in offered:
             raise HandshakeRefused("the peer does not offer it")
+        if self.damages.is_given_up(reply.peer_id, name):
+            raise HandshakeRefused("what came over it was damaged on the way")
         pool = PeerPool(
             peer_id=reply.peer_id,
             metadata=offered[name],

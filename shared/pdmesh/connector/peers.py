@@ -124,9 +124,8 @@ class PeerDirectory:
         """Return the attached peer at a gRPC address, shaking hands first when needed; at most `deadline_s`.
 
         `owner`: peer id of the start that the caller has a ticket of. A handshake that takes longer goes on for whoever asks
-        next. Raises HandshakeRefused (protocol, model or layout
-        differ, no common connector works) or PeerUnavailable; that at once where the last handshake had no answer and
-        another is not due yet, or is under way.
+        next. Raises HandshakeRefused (protocol, model or layout differ, no common connector works) or PeerUnavailable; that at
+        once where the last handshake had no answer and another is not due yet, or is under way.
         """
         if (known := self._known.get(address)) is not None:
             if known.num_timeouts >= NUM_TIMEOUTS_TO_PROBE:
@@ -261,6 +260,11 @@ class PeerDirectory:
                 await peer.stub.EndTransfer(request, timeout=CALL_TIMEOUT_S, metadata=self._secret.call_metadata())
         except MeshError as exc:
             log.warning("%s was not told of the end of %s: %s", peer.peer_id, request.transfer_id, exc.message)
+
+    def came_whole(self, peer: Peer, connector: str, *, after: list[str]) -> None:
+        """A transfer's bytes are right over a connector, `after` they were damaged over others: see `damages`."""
+        if self._greeter.damages.came_whole(peer.peer_id, connector, after) and peer.connector in after:
+            self._regaining.replace(peer, connector)
 
     def forget(self, peer_id: str, *, met: Peer | None = None) -> None:
         """Drop a peer, as after a pull that ended with `peer_lost`; the next `reach` shakes hands anew. Nothing where it has done

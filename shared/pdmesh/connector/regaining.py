@@ -44,6 +44,13 @@ class Regaining:
         if self._greeter.before(peer.connector):
             peer.regain_pause_s, peer.regain_due_s = FIRST_PAUSE_S, self._clock() + FIRST_PAUSE_S
 
+    def replace(self, peer: Peer, name: str) -> None:
+        """What is in use with a peer is given up for now, and a worse one, which is attached, used instead."""
+        log.warning("connector %s damages what comes from %s: %s is used for now", peer.connector, peer.address, name)
+        peer.attached.add(name)
+        peer.connector = name
+        self.note_met(peer)
+
     def note_used(self, peer: Peer) -> None:
         """A peer is used: see whether it could be reached over a better connector, if that is due."""
         if peer.regain_due_s is not None and self._clock() >= peer.regain_due_s:

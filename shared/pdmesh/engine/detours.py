@@ -2,7 +2,8 @@
 pulls that wait for their first one, because it is being connected anew.
 
 Its blocks and generations are the same, and what has failed writes nothing any more; so what arrives over another connector is
-as good. Which other ways lead to a peer is told when it is connected; one is connected when it is needed.
+as good, and is compared with the owner's sums again. That it was not what these say is a failure like others, as long as there is
+another way. Which ways lead to a peer is told when it is connected; one is connected when it is needed.
 """
 
 import time
@@ -25,6 +26,8 @@ class Journey:
     """The one it goes over, or will when that is connected."""
     failed: list[str] = field(default_factory=list)
     """Connectors that it went over before."""
+    damaged: list[str] = field(default_factory=list)
+    """Those over which its bytes came otherwise than they were summed."""
     started_s: float = field(default_factory=time.monotonic)
     is_cancelled: bool = False
     over: Connection | None = None
@@ -83,8 +86,10 @@ class Detours:
 
     def next_way(self, journey: Journey, result: PullResult) -> ConnectPeer | None:
         """Return how a pull that ended so may go on; None when that was its end."""
-        is_connectors_fault = result.reason == PullEnd.PEER_LOST or result.reason.startswith(ERROR_PREFIX)
-        if not is_connectors_fault or journey.is_cancelled or journey.left_s <= 0:
+        may_be_connectors = result.reason in (PullEnd.PEER_LOST, PullEnd.CORRUPT) or result.reason.startswith(
+            ERROR_PREFIX
+        )
+        if not may_be_connectors or journey.is_cancelled or journey.left_s <= 0:
             return None
         tried = {*journey.failed, journey.connector}
         return next((way for way in self._ways.get(journey.pull.peer_id, []) if way.connector not in tried), None)

@@ -237,7 +237,9 @@ class Links:
         names = self._attachments.names(journey.pull.peer_id, Use.PULL)
         if way is None or way.connector not in self._connectors or not names:
             return False
-        log.warning(
+        # Of damage the server tells, once for a peer.
+        log.log(
+            logging.DEBUG if result.reason == PullEnd.CORRUPT else logging.WARNING,
             "pull %s from %s failed over %s (%s) and goes on over %s",
             journey.pull.transfer_id,
             journey.pull.peer_id,
@@ -266,7 +268,7 @@ class Links:
             return
         result = journey.result or _unbegun(journey.pull, PEER_LOST)
         if not self._detour(journey, result):
-            self._refused.append(EndedPull(result, journey.way))
+            self._refused.append(EndedPull(replace(result, damaged=tuple(journey.damaged)), journey.way))
 
     def cancel(self, transfer_id: str) -> None:
         """Stop a pull; it still ends through `poll`."""
@@ -303,10 +305,12 @@ class Links:
                     if over is not None and (told.reason == PEER_LOST or told.reason.startswith(ERROR_PREFIX)):
                         self._attachments.suspect(over)
                     result = self._judged(told)
+                    if journey is not None and result.reason == PullEnd.CORRUPT:
+                        journey.damaged.append(name)
                     if journey is None:
                         ended.append(EndedPull(result, name))
                     elif not self._detour(journey, result):
-                        ended.append(EndedPull(result, journey.way))
+                        ended.append(EndedPull(replace(result, damaged=tuple(journey.damaged)), journey.way))
         if self._staged is None:
             return ended
         whole = []

@@ -245,6 +245,8 @@ class TransferEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     duration_s: float = 0.0
     way: str = ""
     """The connector that it ended over, and after which other; empty: none was used."""
+    damaged: list[str] = []
+    """Connectors over which its bytes came otherwise than their owner had summed them."""
 
 
 class BlocksComputed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -252,6 +252,7 @@ class RemoteKV:
                 num_bytes=result.num_bytes,
                 duration_s=result.duration_s,
                 way=way,
+                damaged=list(result.damaged),
             )
         )
 

@@ -50,6 +50,8 @@ class _Transfer:
     connector: str = ""
     reason: str = ""
     """Why it ends without success."""
+    damaged: set[str] = field(default_factory=set)
+    """See `PullResult`; of all pieces."""
 
     @property
     def deadline_s(self) -> float:
@@ -145,6 +147,7 @@ class StagedPulls:
         """Take the end of a piece's pull in."""
         transfer, piece = self._by_piece[result.transfer_id]
         transfer.connector = connector
+        transfer.damaged.update(result.damaged)
         if result.reason:
             self._close(result.transfer_id, transfer)
             self._fail(transfer, result.reason)
@@ -257,6 +260,7 @@ class StagedPulls:
             reason=transfer.reason,
             num_bytes=0 if transfer.reason else transfer.num_bytes,
             duration_s=time.monotonic() - transfer.started_s,
+            damaged=tuple(sorted(transfer.damaged)),
         )
         self._ended.append(StagedEnd(result, transfer.connector))
         os.eventfd_write(self._wake_fd, 1)

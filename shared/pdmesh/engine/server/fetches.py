@@ -184,9 +184,13 @@ class Fetches:
             fetch.connector, fetch.instead_of = connector, failed
             self._peers.fallbacks[failed] += 1
             self._failing.add(fetch.peer_id)
-        if message.reason == PullEnd.CORRUPT:
-            self._report_corrupt(fetch)
         metrics = self._metrics
+        for name in message.damaged:
+            metrics.damaged.inc(name)
+        if message.reason == PullEnd.CORRUPT or message.damaged:
+            self._report_corrupt(fetch, message.damaged or [connector])
+        if message.committed and connector:
+            self._peers.came_whole(fetch.peer, connector, after=message.damaged)
         if message.committed and fetch.is_handoff:
             fetch.running.pulled_s = time.monotonic()
             metrics.handoff.observe(HandoffStage.PULL, fetch.running.pulled_s - fetch.begun_s)
@@ -200,7 +204,7 @@ class Fetches:
         self._end(fetch, message.committed, message.reason)
         return fetch
 
-    def _report_corrupt(self, fetch: Fetch) -> None:
+    def _report_corrupt(self, fetch: Fetch, connectors: list[str]) -> None:
         """Once for each peer; every one is in the metric."""
         if fetch.peer_id in self._corrupt:
             return
@@ -210,7 +214,7 @@ class Fetches:
         log.error(
             "KV from %s over %s (transfer %s) is not what was summed there: memory or the way from it is damaged",
             fetch.peer_id,
-            fetch.connector,
+            ", ".join(connectors) or fetch.connector,
             fetch.transfer_id,
         )
 

@@ -213,6 +213,11 @@ class EngineMetrics:
             ),
             values,
         )
+        self.damaged = by(
+            "pdmesh_damaged_pulls",
+            "Pulls whose bytes came over a connector otherwise than their owner had summed them, wherever they went on.",
+            "connector",
+        )
         self.fallbacks = by("pdmesh_fallbacks", "Intended KV transfers that were not done, by reason.", "reason")
         self.probe_failures = by(
             "pdmesh_connector_probe_failures",
