@@ -219,7 +219,7 @@ def test_consumers_that_were_replaced_do_not_stay_connected_for_ever(monkeypatch
 
     async def scene(core: HeldCore, engine: Engine) -> None:
         pushes = engine.handoff.pushes
-        pushes.opened("o", NUM_TOKENS)
+        pushes._open_offers.opened("o", NUM_TOKENS)
         for peer_id in ("a@1", "b@1", "c@1", "a@1", "d@1", "e@1"):
             await pushes._attach(order_of(peer_id))
         # Two besides the one that is written to.
@@ -245,7 +245,7 @@ def test_a_consumer_that_cannot_be_connected_holds_up_its_own_pushes_only(monkey
         core = Deaf()
         async with held_engine(core) as engine:
             pushes = engine.handoff.pushes
-            pushes.opened("o", NUM_TOKENS)
+            pushes._open_offers.opened("o", NUM_TOKENS)
             hanging = [asyncio.create_task(pushes._attach(order_of(f"hangs@{start}"))) for start in (1, 1, 2)]
             await asyncio.sleep(0)
             async with asyncio.timeout(5):
@@ -268,7 +268,7 @@ def test_a_push_that_ends_late_does_not_cost_its_consumer_the_connection_that_wa
 
     async def scene(core: HeldCore, engine: Engine) -> None:
         pushes = engine.handoff.pushes
-        pushes.opened("o", NUM_TOKENS)
+        pushes._open_offers.opened("o", NUM_TOKENS)
         before = await pushes._attach(order_of("a@1"))
         # It is reached in another way now.
         since = await pushes._attach(order_of("a@1", metadata=b"new"))
