@@ -4,7 +4,8 @@ import os
 import resource
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +23,13 @@ from support.pool_node import SECRET, make_pool, pool_node, wait_for, write_bloc
 
 SHAPE = PoolShape(num_blocks=8, block_bytes=16 << 10)
 BLOCKS = list(range(8))
+
+
+def until(reached: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
 
 
 class End:
@@ -177,6 +185,9 @@ def test_a_directory_that_is_removed_under_its_owner_is_made_anew(
     """It never was: no offer was published any more."""
     for offer_id in ("before", "between", "after"):
         assert owner.publish(offer_id) == ""
+        # What is written again comes behind what made the directory anew, and nobody is told of it.
+        for written in owner.published:
+            until((owner.directory / file_name(written.offer_id)).exists)
         if offer_id != "after":
             shutil.rmtree(owner.directory)
     # In order: by the next one's turn, what the owner still holds is there again.
@@ -201,8 +212,9 @@ def test_the_end_of_an_offer_finds_out_that_the_directory_is_gone(owner: End, co
     assert owner.publish("staying") == ""
     shutil.rmtree(owner.directory)
     owner.connector.retract("ending")
-    # In order: by the next one's turn, what the owner still holds is there again.
+    # What the owner still holds is written again, before the next one or behind it.
     assert owner.publish("next") == ""
+    until((owner.directory / file_name("staying")).exists)
     assert consumer.pull(owner, "staying") == ""
 
 

@@ -37,7 +37,7 @@ class FoundInBoth(Sources):
 
     def found(self) -> Found:
         running: Any = SimpleNamespace(
-            fetch_failure="", request=SimpleNamespace(request_id="r", ticket=b"t", token_ids=[0] * 1000)
+            fetch_failure="", request=SimpleNamespace(request_id="r", ticket=b"t", awaits=None, token_ids=[0] * 1000)
         )
         return asyncio.run(self.find_again(running, NEED))
 

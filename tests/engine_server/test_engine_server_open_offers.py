@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -115,8 +116,27 @@ def test_an_offer_that_never_is_ends_the_leg_with_an_error_that_another_may_take
             owner.engine.endings.abort(running)
         await until(lambda: waiting.deltas)
         assert [delta.error_code for delta in waiting.deltas] == ["TransferFailed"]
+        reason = "unknown" if how == "never" else "released"
+        assert waiting.deltas[0].error_message.startswith(f"{reason}:")
         assert consumer.added == []
         assert len(consumer.engine.servicer._submission._sources._fetches) == 0
+
+    between(scene)
+
+
+def test_an_offer_that_has_expired_is_told_as_such_and_at_once() -> None:
+    async def scene(owner: Side, consumer: Side) -> None:
+        owner.submit(request("p", prefill_only=True, offer_id=OFFER))
+        await owner.core.prefill()
+        table = owner.engine.offers
+        table._clock = lambda: time.monotonic() + 1000.0
+        table.expire()
+        owner.engine.handoff.owner.settle()
+        began_s = time.monotonic()
+        waiting = consumer.submit(decode_leg(owner))
+        await until(lambda: waiting.deltas)
+        assert waiting.deltas[0].error_message.startswith("expired:")
+        assert time.monotonic() - began_s < open_offers.OPEN_WAIT_S
 
     between(scene)
 

@@ -117,6 +117,26 @@ def test_a_decode_that_cannot_wait_gets_the_ticket_and_nothing_counts_as_a_failu
     asyncio.run(scenario())
 
 
+def test_a_leg_that_is_used_and_then_cannot_fetch_is_asked_anew_with_the_ticket() -> None:
+    """The proxy may go on with it before decode has said that it waits in vain."""
+
+    async def scenario() -> None:
+        hold, gone = asyncio.Event(), TransferFailed("expired: offer o")
+        decode = awaiting("decode", behaviour=Behaviour(hold=hold, fail_after_hold=gone))
+        async with fake_mesh(awaiting("prefill"), decode, extra={"max_retries": 0}) as mesh:
+            serving = asyncio.create_task(mesh.collect(request := token_request()))
+            await until(lambda: ends(mesh) == {"used": 1})
+            hold.set()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            decode.behaviour.fail_after_hold = None
+            assert tokens_of(await serving) == expected_tokens(PROMPT, 8)
+            assert [bool(each.ticket) for each in decode.requests] == [False, True]
+            assert (ends(mesh), request.trace.fallbacks) == ({"used": 1, "failed": 1}, [])
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("how", ["dies", "drains"])
 def test_another_decode_goes_on_where_the_one_that_waits_leaves(how: str) -> None:
     async def scenario() -> None:

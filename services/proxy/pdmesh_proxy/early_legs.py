@@ -22,7 +22,7 @@ class EarlyEnd(StrEnum):
     UNNEEDED = "unneeded"
     """No token was left to decode, prefill failed, or the client left."""
     FAILED = "failed"
-    """Decode was asked anew, with the ticket."""
+    """Decode was asked anew, with the ticket; also counted for one that had been used by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from pdmesh.protocol.messages import AwaitedOffer, ChoiceDelta
 from pdmesh.protocol.pushes import new_offer_id
 from pdmesh_proxy.cluster import Cluster
 from pdmesh_proxy.config import ProxyConfig
-from pdmesh_proxy.early_legs import EarlyLeg, may_go_early
+from pdmesh_proxy.early_legs import EarlyEnd, EarlyLeg, may_go_early
 from pdmesh_proxy.metrics import ProxyMetrics
 from pdmesh_proxy.prefix_index import PrefixIndex
 from pdmesh_proxy.pushes import HeldExpectation, expect, pays
@@ -279,6 +279,10 @@ class MeshGenerator(Generator):
         if isinstance(error, Preempted) and run.may_be_handed_back:
             # Nobody failed. The engine that gave it up may be the one that takes it again.
             run.hand_back()
+            return
+        if run.waited_in_vain and isinstance(error, TransferFailed | HandshakeRefused):
+            # Decode is asked with the ticket: then its own policy says what becomes of KV that is not to be had.
+            self._metrics.early_legs.labels(EarlyEnd.FAILED).inc()
             return
         run.forgive()
         # An engine that shuts down has not failed, and is not asked again.

@@ -279,6 +279,12 @@ class RunningRequest:
         self._metrics.early_legs.labels(EarlyEnd.USED).inc()
         return early
 
+    @property
+    def waited_in_vain(self) -> bool:
+        """Whether the current leg is an early one that decode has not begun to fetch for."""
+        current = self.current
+        return current is not None and current.leg.request.awaits is not None and not self.kv_settled
+
     def drop_early(self) -> None:
         """Nobody goes on with the early leg, if there is one."""
         if self.early is not None:

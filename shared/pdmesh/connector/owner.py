@@ -176,7 +176,8 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         begin = begin_from_pb(request)
         first_tokens: list[int] = []
         try:
-            if begin.awaits:
+            # Of one that has ended, the table says why.
+            if begin.awaits and (self.offers.is_live(begin.offer_id) or not self.offers.knows(begin.offer_id)):
                 first_tokens, waited_s = await self._first_tokens(begin)
                 begin = replace(begin, remaining_s=max(0.0, begin.remaining_s - waited_s))
             why_not = await self.publications.wait(begin.offer_id, begin.connector, begin.remaining_s)
