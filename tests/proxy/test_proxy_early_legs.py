@@ -137,6 +137,27 @@ def test_a_leg_that_is_used_and_then_cannot_fetch_is_asked_anew_with_the_ticket(
     asyncio.run(scenario())
 
 
+def test_why_a_used_leg_could_not_fetch_is_told_where_there_is_no_ticket_any_more() -> None:
+    async def scenario() -> None:
+        hold, gone = asyncio.Event(), TransferFailed("expired: offer o")
+        prefill, decode = awaiting("prefill"), awaiting("decode", behaviour=Behaviour(hold=hold, fail_after_hold=gone))
+        async with fake_mesh(prefill, decode) as mesh:
+            serving = asyncio.create_task(mesh.collect(request := token_request()))
+            await until(lambda: ends(mesh) == {"used": 1})
+            prefill.offers.open.clear()
+            num_pings = prefill.num_pings
+            await until(lambda: prefill.num_pings > num_pings + 2)
+            hold.set()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            decode.behaviour.fail_after_hold = None
+            assert tokens_of(await serving) == expected_tokens(PROMPT, 8)
+            assert [bool(each.ticket or each.awaits) for each in decode.requests] == [True, False]
+            assert request.trace.fallbacks == ["decode:expired", "no_ticket"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("how", ["dies", "drains"])
 def test_another_decode_goes_on_where_the_one_that_waits_leaves(how: str) -> None:
     async def scenario() -> None:

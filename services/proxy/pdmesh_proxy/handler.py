@@ -283,6 +283,9 @@ class MeshGenerator(Generator):
         if run.waited_in_vain and isinstance(error, TransferFailed | HandshakeRefused):
             # Decode is asked with the ticket: then its own policy says what becomes of KV that is not to be had.
             self._metrics.early_legs.labels(EarlyEnd.FAILED).inc()
+            if run.offer is None or not run.offer.live:
+                # Nobody will be asked who could say so.
+                run.trace.fallbacks.append(f"{kind}:{error.message.partition(':')[0]}")
             return
         run.forgive()
         # An engine that shuts down has not failed, and is not asked again.
