@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import psutil
 
 from pdmesh import embedded_valkey
 from pdmesh.embedded_valkey import EmbeddedValkey
+from pdmesh.errors import ConfigError
 from soak.links import Links
 from soak.load import REQUEST_TIMEOUT_S
 from soak.schedule import CONNECTORS, PUSHING, Part
@@ -324,7 +326,14 @@ class Fleet:
         self._dying = left
 
     def _start_valkey(self) -> EmbeddedValkey:
-        return embedded_valkey.start(self.disk / "valkey", maxmemory_bytes=8 << 20, persist=True)
+        folder = self.disk / "valkey"
+        try:
+            return embedded_valkey.start(folder, maxmemory_bytes=8 << 20, persist=True)
+        except ConfigError:
+            # A disk that was full as it wrote may leave a log that it does not read: an operator begins with an empty one.
+            shutil.rmtree(folder)
+            folder.mkdir()
+            return embedded_valkey.start(folder, maxmemory_bytes=8 << 20, persist=True)
 
     def _engines_seen(self) -> int:
         proxy = self.members["proxy"].service
