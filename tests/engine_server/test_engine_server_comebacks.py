@@ -10,7 +10,7 @@ from pdmesh.engine.messages import NeedsSource
 from pdmesh.engine.server.fetches import ABORTED
 from pdmesh.engine.server.sources import OFFER, TIER, Found, Sources
 from pdmesh.errors import TransferFailed
-from pdmesh.protocol.messages import KVSource
+from pdmesh.protocol.messages import GenerateRequest, KVSource, SamplingParams
 
 NEED = NeedsSource(request_id="r", choice=0, num_cached=32, keys=[b"k"])
 
@@ -36,9 +36,8 @@ class FoundInBoth(Sources):
         return _source("tier")
 
     def found(self) -> Found:
-        running: Any = SimpleNamespace(
-            fetch_failure="", request=SimpleNamespace(request_id="r", ticket=b"t", awaits=None, token_ids=[0] * 1000)
-        )
+        request = GenerateRequest(request_id="r", ticket=b"t", sampling=SamplingParams(), token_ids=[0] * 1000)
+        running: Any = SimpleNamespace(fetch_failure="", request=request)
         return asyncio.run(self.find_again(running, NEED))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,19 +22,6 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backing, "CHECK_INTERVAL_S", 0.1)
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[embedded_valkey.EmbeddedValkey]:
-    started = embedded_valkey.start(tmp_path / "v", maxmemory_bytes=64 << 20)
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def client(valkey: embedded_valkey.EmbeddedValkey) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(valkey.url) as made:
-        yield made
 
 
 class FailingDisk:

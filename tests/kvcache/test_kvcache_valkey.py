@@ -39,19 +39,6 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[embedded_
     started.stop()
 
 
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[embedded_valkey.EmbeddedValkey]:
-    started = embedded_valkey.start(tmp_path / "v", maxmemory_bytes=64 << 20)
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def client(valkey: embedded_valkey.EmbeddedValkey) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(valkey.url) as made:
-        yield made
-
-
 def at_least(num: float) -> Any:
     return lambda value: value >= num
 

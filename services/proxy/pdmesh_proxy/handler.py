@@ -208,14 +208,14 @@ class MeshGenerator(Generator):
     @contextlib.contextmanager
     def _leg(self, run: RunningRequest, kind: LegKind, engine: EngineView, decision: Decision) -> Iterator[Leg]:
         endpoint, session = self._cluster.session(engine)
-        offer_id = ""
-        if kind is LegKind.PREFILL and (run.expectation is not None or self._goes_early(run, decision)):
+        offer_id, goes_early = "", kind is LegKind.PREFILL and self._goes_early(run, decision)
+        if kind is LegKind.PREFILL and (run.expectation is not None or goes_early):
             offer_id = new_offer_id() if run.expectation is None else run.expectation.offer_id
         request = run.next_leg_request(kind, has_help=self._has_help(run), offer_id=offer_id)
         with endpoint.judged(session), session.submit(request) as leg:
             leg.may_move = lambda: self._could_move(run, engine)
             run.begin(kind, engine, endpoint, leg)
-            if offer_id and self._goes_early(run, decision):
+            if goes_early:
                 run.early = self._early_leg(run, decision, offer_id)
             yield leg
 

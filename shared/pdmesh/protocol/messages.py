@@ -181,6 +181,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     offer_id: str = ""
     """With prefill_only: what the proxy calls the offer, so that others may be told of it before it is sealed; else empty."""
 
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether a prefill computes its prompt, or has."""
+        return bool(self.ticket or self.awaits)
+
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine step produced for one choice. The last one of a choice carries `finish_reason`, or, on a

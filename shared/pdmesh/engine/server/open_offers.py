@@ -79,7 +79,10 @@ class OpenOffers:
                 await self.wait_opened(offer_id)
                 offer = self._offers[offer_id]
                 offer.num_waiting += 1
-                await offer.drawn.wait()
+                try:
+                    await offer.drawn.wait()
+                finally:
+                    offer.num_waiting -= 1
         except TimeoutError:
             raise TransferFailed(f"timeout: offer {offer_id} was not complete within {timeout_s:.3g} s") from None
         finally:

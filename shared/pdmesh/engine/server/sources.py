@@ -77,7 +77,7 @@ class Sources:
 
     def needs_calls(self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes]) -> bool:
         """Whether finding the KV takes calls to other services."""
-        return bool(_is_handed_over(running.request) or remote or (self._tier and keys))
+        return bool(running.request.is_handed_over or remote or (self._tier and keys))
 
     async def find(self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes]) -> KVSource | None:
         """Begin the best pull there is; None to compute everything.
@@ -104,7 +104,7 @@ class Sources:
 
     def may_find_again(self, running: RunningRequest) -> bool:
         """Whether a source may be found for the request after a preemption."""
-        return bool(self._tier or _is_handed_over(running.request))
+        return bool(self._tier or running.request.is_handed_over)
 
     async def find_again(self, running: RunningRequest, need: NeedsSource) -> Found:
         """Begin a pull for a preempted request from the first place that has more than the core, after `need.after`.
@@ -132,7 +132,7 @@ class Sources:
         num_more = len(running.request.token_ids) - max(num_in_tier, need.num_cached)
         enough = self._config.preempted_fetch_min_tokens if num_in_tier > need.num_cached else 1
         # What the ticket's pull failed for the first time, it would fail for again.
-        has_offer = _is_handed_over(running.request) and not running.fetch_failure and need.after != OFFER
+        has_offer = running.request.is_handed_over and not running.fetch_failure and need.after != OFFER
         if not has_offer or num_more < enough:
             return None
         try:
@@ -144,33 +144,15 @@ class Sources:
 
     async def _from_ticket(self, running: RunningRequest) -> KVSource:
         ticket = unseal(running.request.ticket, self._secret)
-        running.ticket_offer_id = ticket.offer_id
+        target = _offers_owner(running, ticket.offer_id, ticket.peer_id, ticket.address)
         check_ticket(ticket, running, self._ready)
-        target = Target(
-            running=running,
-            origin=Origin.TICKET,
-            address=ticket.address,
-            reach_s=_reach_time_s(running),
-            is_owner=ticket.peer_id.__eq__,
-            owner_start=ticket.peer_id,
-            owner_name=ticket.peer_id,
-        )
         return await self._from_offer(
             target, ticket.offer_id, ticket.groups, lambda peer: check_owner(ticket, peer.names)
         )
 
     async def _from_awaited(self, running: RunningRequest, awaits: AwaitedOffer) -> KVSource:
         """Begin at an owner that may compute the offer yet; the request goes on behind the first tokens of its answer."""
-        running.ticket_offer_id = awaits.offer_id
-        target = Target(
-            running=running,
-            origin=Origin.TICKET,
-            address=awaits.owner_address,
-            reach_s=_reach_time_s(running),
-            is_owner=awaits.owner_id.__eq__,
-            owner_start=awaits.owner_id,
-            owner_name=awaits.owner_id,
-        )
+        target = _offers_owner(running, awaits.offer_id, awaits.owner_id, awaits.owner_address)
         return await self._from_offer(target, awaits.offer_id, [], awaits=True)
 
     async def _from_peer(self, running: RunningRequest, remote: RemoteKV) -> KVSource:
@@ -261,9 +243,18 @@ class Sources:
         )
 
 
-def _is_handed_over(request: GenerateRequest) -> bool:
-    """Whether a prefill computes its prompt, or has."""
-    return bool(request.ticket or request.awaits)
+def _offers_owner(running: RunningRequest, offer_id: str, owner_id: str, address: str) -> Target:
+    """The very start of an engine whose offer a request goes on from."""
+    running.ticket_offer_id = offer_id
+    return Target(
+        running=running,
+        origin=Origin.TICKET,
+        address=address,
+        reach_s=_reach_time_s(running),
+        is_owner=owner_id.__eq__,
+        owner_start=owner_id,
+        owner_name=owner_id,
+    )
 
 
 def check_ticket(ticket: Ticket, running: RunningRequest, ready: CoreReady) -> None:

@@ -148,7 +148,7 @@ class Submission:
             raise InvalidRequest("offer_id names an offer that there was before", param="offer_id")
 
     async def _submit_with_source(self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes]) -> None:
-        running.owes_commit = bool(running.request.ticket or running.request.awaits)
+        running.owes_commit = running.request.is_handed_over
         try:
             source = await self._sources.find(running, remote, keys)
             push_id = await self._expectations.settled(running, running.ticket_offer_id)
@@ -197,7 +197,7 @@ def check_kv_role(kv_role: str, request: GenerateRequest, leg: StockLeg) -> None
 
     Raises InvalidRequest, that names the parameter, for a stock leg, and HandshakeRefused for a proxy's, which goes elsewhere.
     """
-    if kv_role == "kv_producer" and (request.ticket or request.awaits or leg.remote):
+    if kv_role == "kv_producer" and (request.is_handed_over or leg.remote):
         problem, param = "this engine fetches no KV: its kv-role is kv_producer", "do_remote_prefill"
     elif kv_role == "kv_consumer" and (request.prefill_only or leg.offer):
         problem, param = "this engine offers no KV: its kv-role is kv_consumer", "do_remote_decode"
