@@ -871,6 +871,24 @@ def test_a_dead_owner_is_let_go_though_nobody_calls_it_again(monkeypatch: pytest
     asyncio.run(scenario())
 
 
+def test_a_successor_is_not_taken_for_silent_because_nobody_listened_before_it() -> None:
+    """gRPC answers for a connection that is backing off: the probe heard of a port where the next start listened already."""
+
+    async def scenario() -> None:
+        half = Half()
+        async with directory(half) as peers:
+            async with owning("owner@1") as owner:
+                old = await peers.reach(owner.address, 5)
+            while old.channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                await asyncio.sleep(0.01)
+            async with owning("owner@2", port=owner.port):
+                await peers._probe(old)
+                assert not peers.knows(old)
+                assert (await peers.reach(old.address, 5, owner="owner@1")).peer_id == "owner@2"
+
+    asyncio.run(scenario())
+
+
 class Relay:
     """Passes TCP on to a port, until its connections are cut."""
 

@@ -176,6 +176,17 @@ class Greeter:
         """Of those who attach a peer, by its id: met under two names at once it would be two peers of one id, and who loses one
         of them detaches both."""
 
+    async def who_is_at(self, address: str) -> str:
+        """Learn the peer id of who listens at an address now. Raises as `ask`.
+
+        Over a new connection: one that was refused goes on refusing until its back-off ends, whoever listens there by then.
+        """
+        channel, stub = open_stub(address, self._secret)
+        try:
+            return (await self.ask(stub, address)).reply.peer_id
+        finally:
+            await channel.close(None)
+
     async def ask(
         self, stub: "mesh_pb2_grpc.KVPeerAsyncStub", address: str, deadline_s: float = HANDSHAKE_TIMEOUT_S
     ) -> "Greeting":

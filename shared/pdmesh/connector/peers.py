@@ -372,7 +372,7 @@ class PeerDirectory:
     async def _probe(self, peer: Peer) -> None:
         """Drop a peer that does not even shake hands, or is another by now."""
         try:
-            is_same = (await self._greeter.ask(peer.stub, peer.address)).reply.peer_id == peer.peer_id
+            is_same = await self._greeter.who_is_at(peer.address) == peer.peer_id
         except MeshError as exc:
             if not self.knows(peer):
                 return
