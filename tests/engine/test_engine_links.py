@@ -429,6 +429,34 @@ def test_what_is_damaged_over_every_connector_ends_as_corrupt(scene: Scene) -> N
     assert (ended.result.reason, ended.result.damaged) == ("corrupt", ("nixl", "grpc"))
 
 
+@pytest.mark.parametrize("then", ["lost", "refused", "late", "cancelled", "let go"])
+def test_what_came_damaged_and_failed_otherwise_then_ends_as_corrupt(scene: Scene, then: str) -> None:
+    """The last failure was told alone, and the request went on behind a token that its owner may have drawn from damaged KV."""
+    scene.mooncake.may_connect.clear()
+    if then == "refused":
+        scene.mooncake.refusal = scene.grpc.refusal = "no"
+    if then == "late":
+        scene.links.start(replace(scene.pull, transfer_id="short", deadline_s=0.3))
+    scene.nixl.end("corrupt")
+    assert scene.links.poll() == []
+    if then == "cancelled":
+        scene.links.cancel("t")
+    elif then == "let go":
+        scene.links.disconnect("p")
+    elif then == "late":
+        assert select.select(scene.links.descriptors, [], [], 10)[0]
+        assert scene.links.take_news() == []
+    else:
+        num = 2 if then == "refused" else 1
+        scene.mooncake.may_connect.set()
+        assert len(_answers(scene.links, num)) == num
+    if then == "lost":
+        scene.fail(scene.mooncake)
+        scene.grpc.end("error:it broke")
+    (ended,) = scene.links.poll()
+    assert (ended.result.reason, ended.result.damaged) == ("corrupt", ("nixl",))
+
+
 @pytest.mark.parametrize("reason", ["stale", "timeout", "cancelled"])
 def test_what_is_not_the_connectors_fault_ends_the_pull(scene: Scene, reason: str) -> None:
     scene.nixl.end(reason)

@@ -201,3 +201,12 @@ def test_lanes_do_not_overlap() -> None:
     with pytest.raises(ValueError, match="less than a page"):
         StagingArea(PAGE_BYTES - 1)
     area.close()
+
+
+def test_of_pieces_that_fail_one_after_the_other_damage_is_what_is_told(scene: Scene) -> None:
+    """The first failure was told alone, and the request went on behind a token that its owner may have drawn from damaged KV."""
+    scene.start("t")
+    first, second = scene.pulls
+    scene.end(first, "timeout")
+    scene.end(second, "corrupt")
+    assert [each.result.reason for each in scene.staged.poll()] == ["corrupt"]

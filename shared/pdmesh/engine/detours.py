@@ -56,6 +56,13 @@ class Journey:
     def left_s(self) -> float:
         return self.due_s - time.monotonic()
 
+    def ended(self, result: PullResult) -> PullResult:
+        """What to tell of its end. Bytes that came damaged and then whole over no other connector leave open what their owner has
+        drawn from them, whatever it was that failed last.
+        """
+        reason = PullEnd.CORRUPT if self.damaged and result.reason else result.reason
+        return replace(result, reason=reason, damaged=tuple(self.damaged))
+
     def next_pull(self) -> Pull:
         """The order for the connector that it goes over now."""
         return replace(self.pull, connector=self.connector, deadline_s=max(self.left_s, 0.0))

@@ -32,8 +32,6 @@ from pdmesh.engine.staged_pulls import StagedPulls
 
 log = logging.getLogger(__name__)
 
-PEER_LOST = "peer_lost"
-
 News = PeerConnected | ConnectorChanged | OfferPublished | WritersShutOut
 
 
@@ -163,7 +161,7 @@ class Links:
 
     def _forget_ways(self, peer_id: str) -> None:
         for journey in self._detours.forget(peer_id):
-            self._refuse(journey.pull, journey.last, PEER_LOST)
+            self._give_up(journey, PullEnd.PEER_LOST)
 
     def publish(self, publication: Publication) -> None:
         """Have every connector make an offer's blocks available."""
@@ -180,7 +178,7 @@ class Links:
         if not isinstance(pull, ConvertingPull):
             self._start(pull)
         elif self._staged is None:
-            self._refuse(pull, "", "error:this engine has no staging area (kv-staging-bytes)")
+            self._refuse(pull, "", error_reason("this engine has no staging area (kv-staging-bytes)"))
         else:
             try:
                 self._staged.start(pull)
@@ -195,7 +193,7 @@ class Links:
         wanted = pull.connector if isinstance(pull, Pull) else ""
         name = wanted or (names[-1] if names else "")
         if name not in names:
-            self._refuse(pull, name, PEER_LOST)
+            self._refuse(pull, name, PullEnd.PEER_LOST)
             return
         if isinstance(pull, Push):
             self._push(pull, name)
@@ -212,7 +210,7 @@ class Links:
             connector.push(push)
         except Exception as exc:
             log.exception("write %s could not be started over %s", push.transfer_id, name)
-            self._refuse(push, name, f"error:{type(exc).__name__}: {exc}")
+            self._refuse(push, name, error_reason(f"{type(exc).__name__}: {exc}"))
             return
         self._writes[push.transfer_id] = over
 
@@ -227,7 +225,8 @@ class Links:
             self._connectors[name].start(journey.next_pull())
         except Exception as exc:
             log.exception("pull %s could not be started over %s", pull.transfer_id, name)
-            self._refuse(pull, name, f"error:{type(exc).__name__}: {exc}")
+            result = _unbegun(pull, error_reason(f"{type(exc).__name__}: {exc}"))
+            self._refused.append(EndedPull(journey.ended(result), journey.way))
             return
         self._pulls[pull.transfer_id] = journey
 
@@ -266,9 +265,9 @@ class Links:
         if not error and journey.left_s > 0:
             self._begin(journey)
             return
-        result = journey.result or _unbegun(journey.pull, PEER_LOST)
+        result = journey.result or _unbegun(journey.pull, PullEnd.PEER_LOST)
         if not self._detour(journey, result):
-            self._refused.append(EndedPull(replace(result, damaged=tuple(journey.damaged)), journey.way))
+            self._refused.append(EndedPull(journey.ended(result), journey.way))
 
     def cancel(self, transfer_id: str) -> None:
         """Stop a pull; it still ends through `poll`."""
@@ -279,7 +278,7 @@ class Links:
         elif (write := self._writes.get(transfer_id)) is not None:
             self._connectors[write.connector].cancel(transfer_id)
         elif (waiting := self._detours.cancel(transfer_id)) is not None:
-            self._refuse(waiting.pull, waiting.last, PullEnd.CANCELLED)
+            self._give_up(waiting, PullEnd.CANCELLED)
         elif self._staged is not None:
             self._staged.cancel(transfer_id)
 
@@ -302,7 +301,7 @@ class Links:
                     journey = self._pulls.pop(told.transfer_id, None)
                     write = self._writes.pop(told.transfer_id, None)
                     over = write if journey is None else journey.over
-                    if over is not None and (told.reason == PEER_LOST or told.reason.startswith(ERROR_PREFIX)):
+                    if over is not None and (told.reason == PullEnd.PEER_LOST or told.reason.startswith(ERROR_PREFIX)):
                         self._attachments.suspect(over)
                     result = self._judged(told)
                     if journey is not None and result.reason == PullEnd.CORRUPT:
@@ -310,7 +309,7 @@ class Links:
                     if journey is None:
                         ended.append(EndedPull(result, name))
                     elif not self._detour(journey, result):
-                        ended.append(EndedPull(replace(result, damaged=tuple(journey.damaged)), journey.way))
+                        ended.append(EndedPull(journey.ended(result), journey.way))
         if self._staged is None:
             return ended
         whole = []
@@ -326,7 +325,7 @@ class Links:
         if result.transfer_id not in self._lost:
             return result
         self._lost.remove(result.transfer_id)
-        return replace(result, reason=PEER_LOST) if result.reason == PullEnd.CANCELLED else result
+        return replace(result, reason=PullEnd.PEER_LOST) if result.reason == PullEnd.CANCELLED else result
 
     def close(self) -> None:
         """End all pulls and the connectors with them."""
@@ -344,8 +343,12 @@ class Links:
     def _refuse_overdue(self) -> None:
         """Give up the pulls whose next connector was not connected in time."""
         for journey in self._detours.overdue():
-            self._refuse(journey.pull, journey.last, PullEnd.TIMEOUT)
+            self._give_up(journey, PullEnd.TIMEOUT)
         self._alarm.set(self._detours.due_s)
+
+    def _give_up(self, journey: Journey, reason: str) -> None:
+        """End a pull that waits for a connector."""
+        self._refused.append(EndedPull(journey.ended(_unbegun(journey.pull, reason)), journey.last))
 
     def _refuse(self, pull: Pull | ConvertingPull | Push, connector: str, reason: str) -> None:
         self._refused.append(EndedPull(_unbegun(pull, reason), connector))

@@ -244,6 +244,9 @@ class StagedPulls:
             transfer.pieces.clear()
             for piece_id in transfer.open:
                 self._cancel(piece_id)
+        elif reason == PullEnd.CORRUPT:
+            # Whatever failed before: what the owner drew from such KV may be wrong.
+            transfer.reason = reason
         self._settle(transfer)
 
     def _close(self, piece_id: str, transfer: _Transfer) -> None:
