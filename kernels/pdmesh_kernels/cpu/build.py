@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,8 @@ ISA_FLAGS = {
 """Translation unit -> the flags that the others must not have."""
 PACKING_SOURCES = ("kernels.h", "pack.cpp", "pack_quantised.cpp", "quantised_panels.h", "half.h")
 COMPILE_TIMEOUT_S = 300
+# Of 64-bit ELF files: where the section table begins, and further behind how large an entry is and how many there are.
+_SECTIONS = struct.Struct("<40xQ10xHH")
 
 
 class BuildError(Exception):
@@ -76,6 +79,17 @@ def is_current(library: Path) -> bool:
         return False
 
 
+def is_whole(library: Path) -> bool:
+    """Whether the file is a library that ends where its header says: linkers put the table of sections last."""
+    with library.open("rb") as file:
+        head, size = file.read(_SECTIONS.size), os.fstat(file.fileno()).st_size
+    if len(head) < _SECTIONS.size or not head.startswith(b"\x7fELF"):
+        return False
+    begin, entry_bytes, num_entries = _SECTIONS.unpack(head)
+    end: int = begin + entry_bytes * num_entries
+    return begin > 0 and end <= size
+
+
 def platform_tag() -> str:
     """Return the wheel tag for a library that was built here: it needs this C library or a newer one."""
     name, version = platform.libc_ver()
@@ -97,15 +111,28 @@ def build(target: Path, extra_flags: tuple[str, ...] = ()) -> None:
         units = sorted(SOURCES.glob("*.cpp"))
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             objects = list(threads.map(lambda unit: _compile(cxx, unit, Path(folder), extra_flags), units))
-        descriptor, linked = tempfile.mkstemp(dir=target.parent, suffix=".so")
+        descriptor, linked = tempfile.mkstemp(dir=target.parent, prefix=_unfinished(target), suffix=".so")
         os.close(descriptor)
         try:
             _run([cxx, "-shared", "-pthread", *extra_flags, *map(str, objects), "-o", linked])
             os.chmod(linked, 0o755)
+            # Else a crash of the machine could leave the name without the content.
+            with open(linked, "rb") as file:
+                os.fsync(file.fileno())
             os.replace(linked, target)
         except BaseException:
             os.unlink(linked)
             raise
+
+
+def remove_unfinished(target: Path) -> None:
+    """Remove what builds of `target` left that were killed. Not while one may be under way."""
+    for unfinished in target.parent.glob(f"{_unfinished(target)}*"):
+        unfinished.unlink(missing_ok=True)
+
+
+def _unfinished(target: Path) -> str:
+    return f".{target.stem}-"
 
 
 def _compile(cxx: str, unit: Path, folder: Path, extra_flags: tuple[str, ...]) -> Path:

@@ -3,19 +3,34 @@
 Where there is none, `load` says why, and the caller goes on with PyTorch.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import functools
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from pdmesh_kernels.cpu.abi import ABI_VERSION, FUNCTIONS, Isa
-from pdmesh_kernels.cpu.build import LIBRARY, SOURCES, BuildError, build, packing_digest, source_digest
+from pdmesh_kernels.cpu.build import (
+    LIBRARY,
+    SOURCES,
+    BuildError,
+    build,
+    is_whole,
+    packing_digest,
+    remove_unfinished,
+    source_digest,
+)
 
 PACKAGED = Path(__file__).resolve().parent / LIBRARY
+BUILDING_TIMEOUT_S = 600.0
+"""For another process that builds it; less than a service waits for a core that says nothing."""
+
+_POLL_S = 0.05
 
 
 class LibraryError(Exception):
@@ -91,7 +106,7 @@ def load() -> Library:
     except LibraryError as exc:
         packaged_error = str(exc)
     try:
-        return _checked(Library(_build_in_cache()))
+        return _build_in_cache()
     except (OSError, BuildError, AttributeError) as exc:
         raise LibraryError(f"{packaged_error}, and building failed: {exc}") from exc
 
@@ -101,7 +116,7 @@ def find() -> Library:
     error = "it is not in the package"
     if PACKAGED.exists():
         try:
-            library = Library(PACKAGED)
+            library = _opened(PACKAGED)
             if not SOURCES.is_dir() or library.functions.pdm_source_digest().decode() == source_digest():
                 return _checked(library)
             error = "the packaged one is older than its sources"
@@ -109,7 +124,7 @@ def find() -> Library:
             error = str(exc)
     try:
         if (cached := _cached()).exists():
-            return _checked(Library(cached))
+            return _trusted(cached)
     except (OSError, AttributeError) as exc:
         raise LibraryError(f"{error}, and {exc}") from exc
     raise LibraryError(error)
@@ -151,17 +166,55 @@ def _cached() -> Path:
     return cache_folder() / f"libpdmesh_cpu-{source_digest()}.so"
 
 
-def _build_in_cache() -> Path:
+def _build_in_cache() -> Library:
     folder = cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not is_ours(folder.stat()):
-        raise PermissionError(f"{folder} belongs to, or can be written by, another user")
+    _check_ours(folder)
     target = _cached()
-    with (folder / "build.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            build(target)
-    return target
+    with _locked(folder / "build.lock"):
+        # Another process may have built it meanwhile; one that is no library, or somebody else's, is replaced.
+        with contextlib.suppress(OSError, AttributeError):
+            return _trusted(target)
+        # The lock is ours: whoever left these is dead.
+        remove_unfinished(target)
+        build(target)
+    return _trusted(target)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the file's lock, which ends with its process. Raises TimeoutError."""
+    deadline_s = time.monotonic() + BUILDING_TIMEOUT_S
+    with path.open("w") as lock:
+        while True:
+            try:
+                # flock knows no timeout, so it is asked again and again.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"another process has been building it for {BUILDING_TIMEOUT_S:.0f} s") from None
+                time.sleep(_POLL_S)
+        yield
+
+
+def _trusted(cached: Path) -> Library:
+    """Open a library that nobody else can have put there: its code runs in this process. Raises OSError, AttributeError."""
+    _check_ours(cached.parent)
+    _check_ours(cached)
+    return _checked(_opened(cached))
+
+
+def _check_ours(path: Path) -> None:
+    if not is_ours(path.stat()):
+        raise PermissionError(f"{path} belongs to, or can be written by, another user")
+
+
+def _opened(path: Path) -> Library:
+    # Reading the mapping of a truncated one would be a SIGBUS.
+    if not is_whole(path):
+        raise OSError(f"{path} is not a whole library")
+    return Library(path)
 
 
 def _checked(library: Library) -> Library:
