@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 # Rows widened to float32 at a time: a vocabulary's whole table would double a small model's memory.
 CHUNK_ROWS = 128 * PANEL
-GROUPED_FORMATS = (Format.Q8, Format.Q4, Format.Q4_WIDE)
 
 
 @dataclass(frozen=True, slots=True)
