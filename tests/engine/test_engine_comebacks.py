@@ -205,6 +205,12 @@ def test_the_tier_is_told_of_computed_fetched_and_generated_blocks_while_they_ar
     # 30 + 23 tokens have KV: 13 full blocks; those of the last lump may wait for a preemption.
     assert 8 <= len(keys) <= 13
     assert len(set(keys)) == len(keys)
+    # What later ones rest on may be damaged by then: the names of those were told as if it could not.
+    assert len(told) > 1
+    before: list[int] = []
+    for each in told:
+        assert [block_id for group in each.reused for block_id in group.block_ids] == before
+        before += each.blocks.block_ids
 
 
 @pytest.mark.parametrize("num_steps", [1, 12])

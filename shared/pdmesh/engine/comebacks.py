@@ -100,9 +100,10 @@ class Comebacks:
         sequence.num_told_blocks = num_full
         if not keys:
             return
-        described = state.kv.describe([blocks[first:num_exact] for blocks in sequence.blocks])
+        described = state.kv.describe([table[first:num_exact] for table in sequence.blocks])
+        before = state.kv.describe([table[:first] for table in sequence.blocks]) if first else []
         state.outbox.computed.append(
-            BlocksComputed(request_id=sequence.request.request_id, keys=keys, blocks=described[0])
+            BlocksComputed(request_id=sequence.request.request_id, keys=keys, blocks=described[0], reused=before)
         )
 
     def _keys(self, sequence: Sequence, count: int) -> list[bytes]:

@@ -256,7 +256,7 @@ class BlocksComputed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     keys: list[bytes]
     blocks: GroupBlocks
     reused: list[GroupBlocks] = []
-    """What they were computed behind and was not computed for this request: as good as these are they are."""
+    """What they were computed behind and was here before them: as good as these are they are."""
 
 
 class NeedsSource(msgspec.Struct, frozen=True, kw_only=True, tag=True):
