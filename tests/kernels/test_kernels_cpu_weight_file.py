@@ -200,6 +200,11 @@ def damaged(path: Path, how: str) -> None:
         struct.pack_into("<Q", content, 24, 64)
     elif how == "header only":
         del content[100:]
+    elif how == "a weight":
+        content[struct.unpack_from("<Q", content, 24)[0] + 3 * 4096] ^= 0x80
+    elif how == "a page":
+        # As a disk that lost a write gives it back.
+        content[-4096:] = bytes(4096)
     elif how == "not synced, another boot":
         content[12] = 0
         content[40] ^= 1
@@ -224,11 +229,14 @@ def damaged(path: Path, how: str) -> None:
         "index",
         "header only",
         "data before index",
+        "a weight",
+        "a page",
         "not synced, another boot",
         "no boot",
     ],
 )
 def test_damaged_file_is_removed_and_packed_anew(path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Of what lay in the weights themselves nothing was seen: it was computed with."""
     create(path).close()
     damaged(path, how)
     assert open_weight_file(path, KEY) is None
@@ -330,6 +338,20 @@ def test_stuck_writer_is_not_waited_for_forever(path: Path, monkeypatch: pytest.
     finally:
         stuck.kill()
         stuck.communicate()
+
+
+def test_who_waits_for_another_writer_shows_that_it_lives(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server gives up a core that says nothing for half as long as another one may pack."""
+    monkeypatch.setattr(weight_folder, "_SIGN_OF_LIFE_S", 0.0)
+    writer = start(path, pack_s=0.5)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "packing\n"
+    signs: list[bool] = []
+    meta = EntryMeta(kind="weight", format=1, num_outputs=32, num_inputs=64)
+    file = create_weight_file(path, KEY, [Entry("a", meta, 1 << 20)], never, lambda: signs.append(True))
+    assert file.path == path
+    assert signs
+    writer.communicate(timeout=WAIT_S)
 
 
 @contextlib.contextmanager

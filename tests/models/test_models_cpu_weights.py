@@ -13,6 +13,7 @@ from pdmesh.models.checkpoint import open_checkpoint
 from pdmesh.models.cpu_weights import load_cpu_weights
 from pdmesh.models.fingerprint import fingerprints
 from pdmesh.models.weight_formats import Quantization
+from pdmesh_kernels.cpu import packing
 from pdmesh_kernels.cpu.library import load
 from pdmesh_kernels.cpu.packing import unpack_row
 from support.tiny_models import make_tiny
@@ -59,6 +60,36 @@ def test_a_checkpoint_edited_in_place_is_packed_anew(tmp_path: Path, cache: Path
     # The third start finds what the second has packed.
     start(folder, row)
     assert len(list(cache.glob("*.weights"))) == 2
+
+
+def test_other_code_packs_anew(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same weights, read or fused by another version, had the same name: what the old one had made was served."""
+    folder = make_tiny("llama_tied", tmp_path / "model")
+    start(folder, 0)
+    changed = tmp_path / "packing.py"
+    changed.write_bytes(Path(packing.__file__).read_bytes() + b"# another\n")
+    monkeypatch.setattr(packing, "__file__", str(changed))
+    start(folder, 0)
+    assert len(list(cache.glob("*.weights"))) == 2
+
+
+def test_other_formats_are_packed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, folder = load(), make_tiny("llama_tied", tmp_path / "model")
+    for group in (64, 32):
+        monkeypatch.setattr("pdmesh.models.weight_formats.ONLINE_GROUP", group)
+        with open_checkpoint(str(folder)) as checkpoint:
+            loaded = load_cpu_weights(
+                library,
+                checkpoint.config,
+                checkpoint.reader,
+                "bfloat16",
+                Quantization.INT8_WEIGHT_ONLY,
+                "name",
+                1,
+                lambda _: None,
+            )
+        assert loaded.weights["layers.0.down"].group == group
+        loaded.file.close()
 
 
 def test_packing_leaves_torch_its_threads(tmp_path: Path) -> None:

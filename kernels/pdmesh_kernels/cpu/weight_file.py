@@ -1,7 +1,8 @@
 """Packed weights as one file that all services of a host map: packed once, then opened in milliseconds and shared in memory.
 
 A file is a header, a JSON index and, from a page's start on, the weights' panels. It appears under its name only when whole.
-Until it is known to be on disk, it counts for the boot that wrote it alone: a crash of the machine may lose pages of it.
+Until it is known to be on disk, it counts for the boot that wrote it alone: a crash of the machine may lose pages of it. What
+is opened is summed, and compared: disks and whoever writes into the file change weights silently, and tokens with them.
 Where a cache folder cannot be used, the same interface holds private memory.
 """
 
@@ -14,6 +15,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,18 +24,22 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from pdmesh_kernels.block_sum import sum_blocks
 from pdmesh_kernels.cpu.library import is_ours
 from pdmesh_kernels.cpu.weight_folder import creating, hold, is_unchanged, make_room, remove_if_unchanged
 
-FILE_VERSION = 1
+FILE_VERSION = 2
 PANEL_ALIGNMENT = 64
+MAX_SUMMING_THREADS = 8
+"""One sums as fast as it reads memory: beyond that there is no more of it to be had."""
 
 logger = logging.getLogger(__name__)
 
 _MAGIC = b"PDMWGHT\n"
-# magic, version, is synced, bytes of the index, where the data begins, bytes of the file, boot id, SHA-256 of the index;
-# offsets in the index count from where the data begins
-_HEADER = struct.Struct("<8sIIQQQ36s32s")
+# magic, version, is synced, bytes of the index, where the data begins, bytes of the file, boot id, SHA-256 of the index, and of
+# the sums of the data; offsets in the index count from where the data begins
+_HEADER = struct.Struct("<8sIIQQQ36s32s32s")
+_SUMMED_BYTES = 4 << 20
 _IS_SYNCED_OFFSET = 12
 _MAX_INDEX_BYTES = 64 << 20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -131,9 +137,14 @@ def open_weight_file(path: Path | None, key: str) -> WeightFile | None:
 
 
 def create_weight_file(
-    path: Path | None, key: str, entries: Sequence[Entry], fill: Callable[[WeightFile], None]
+    path: Path | None,
+    key: str,
+    entries: Sequence[Entry],
+    fill: Callable[[WeightFile], None],
+    on_wait: Callable[[], None] = lambda: None,
 ) -> WeightFile:
-    """Return the file at `path`, made by `fill` unless another process has made it meanwhile: then that one is waited for.
+    """Return the file at `path`, made by `fill` unless another process is making it: then that one is waited for, and
+    `on_wait` called from time to time.
 
     `fill` writes every entry's array; what it raises is raised, and nothing is left behind. Where the folder cannot be used, or
     the disk has no room, it fills private memory. Raises ValueError for entries that are no set of named, non-empty pieces.
@@ -142,16 +153,22 @@ def create_weight_file(
     num_bytes = max((offset + entry.num_bytes for entry, offset in places.values()), default=data_offset)
     num_bytes = _round_up(num_bytes, mmap.PAGESIZE)
     if path is not None:
-        with creating(path) as (temporary, failure):
+        with creating(path, on_wait) as (temporary, failure):
             if failure is None:
                 if found := open_weight_file(path, key):
                     return found
                 try:
-                    descriptor, memory = _reserve(path, temporary, num_bytes, header(num_bytes) + index)
+                    descriptor, memory = _reserve(path, temporary, num_bytes)
                 except OSError as exc:
                     failure = exc
                 else:
-                    return _fill(WeightFile(memory, places, path, descriptor), fill, temporary, num_bytes)
+
+                    def fill_all(file: WeightFile) -> None:
+                        fill(file)
+                        head = header(num_bytes, _data_digest(memory, data_offset, num_bytes)) + index
+                        memory[: len(head)] = head
+
+                    return _fill(WeightFile(memory, places, path, descriptor), fill_all, temporary, num_bytes)
         logger.warning("weights cache: %s cannot be kept, so the weights are packed at each start: %s", path, failure)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     file = WeightFile(_in_huge_pages(memory), places, None, -1)
@@ -162,7 +179,7 @@ def create_weight_file(
 
 def _layout(
     key: str, entries: Sequence[Entry]
-) -> tuple[dict[str, tuple[Entry, int]], int, Callable[[int], bytes], bytes]:
+) -> tuple[dict[str, tuple[Entry, int]], int, Callable[[int, bytes], bytes], bytes]:
     relative, places = 0, {}
     for entry in entries:
         if not entry.name or entry.name in places or entry.num_bytes <= 0:
@@ -174,21 +191,22 @@ def _layout(
     data_offset = _round_up(_HEADER.size + len(index), mmap.PAGESIZE)
     places = {name: (entry, data_offset + offset) for name, (entry, offset) in places.items()}
 
-    def header(num_bytes: int) -> bytes:
+    def header(num_bytes: int, data_digest: bytes) -> bytes:
         digest = hashlib.sha256(index).digest()
-        return _HEADER.pack(_MAGIC, FILE_VERSION, 0, len(index), data_offset, num_bytes, _boot_id(), digest)
+        return _HEADER.pack(
+            _MAGIC, FILE_VERSION, 0, len(index), data_offset, num_bytes, _boot_id(), digest, data_digest
+        )
 
     return places, data_offset, header, index
 
 
-def _reserve(path: Path, temporary: Path, num_bytes: int, head: bytes) -> tuple[int, mmap.mmap]:
+def _reserve(path: Path, temporary: Path, num_bytes: int) -> tuple[int, mmap.mmap]:
     make_room(path, num_bytes)
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         hold(descriptor)
         # With its blocks reserved, writing to the mapping can't meet a full disk: that would be a SIGBUS.
         os.posix_fallocate(descriptor, 0, num_bytes)
-        os.pwrite(descriptor, head, 0)
         return descriptor, _in_huge_pages(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED))
     except OSError:
         os.unlink(temporary)
@@ -237,7 +255,7 @@ def _open(path: Path, key: str, descriptor: int) -> WeightFile:
     head = os.pread(descriptor, _HEADER.size, 0)
     if len(head) < _HEADER.size:
         raise ValueError(f"it has {status.st_size} bytes, fewer than a header")
-    magic, version, is_synced, index_bytes, data_offset, num_bytes, boot_id, digest = _HEADER.unpack(head)
+    magic, version, is_synced, index_bytes, data_offset, num_bytes, boot_id, digest, data_digest = _HEADER.unpack(head)
     if magic != _MAGIC or version != FILE_VERSION:
         raise ValueError(f"it is no weight file of version {FILE_VERSION}")
     if num_bytes != status.st_size or index_bytes > min(num_bytes, _MAX_INDEX_BYTES):
@@ -253,6 +271,8 @@ def _open(path: Path, key: str, descriptor: int) -> WeightFile:
     memory = _in_huge_pages(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
     # After the other advice, so that what is fetched now lies in huge pages too.
     memory.madvise(mmap.MADV_WILLNEED)
+    if _data_digest(memory, data_offset, num_bytes) != data_digest:
+        raise ValueError("its weights are damaged")
     file = WeightFile(memory, places, path, descriptor)
     file.freeze()
     _note_use(path, descriptor, is_synced=bool(is_synced))
@@ -273,6 +293,18 @@ def _read_index(index: dict[str, Any], key: str, begin: int, end: int) -> dict[s
     if any(high > low for (_, high), (low, _) in pairwise(spans)):
         raise ValueError("entries overlap")
     return places
+
+
+def _data_digest(memory: mmap.mmap, begin: int, end: int) -> bytes:
+    """Digest the sums of its pieces, by several threads: at the speed of memory, which a step would read anyway."""
+    data = np.frombuffer(memory, np.uint8, end - begin, begin)
+    starts = range(0, len(data), _SUMMED_BYTES)
+
+    def summed(start: int) -> bytes:
+        return sum_blocks(data[start : start + _SUMMED_BYTES].reshape(1, -1), [0]).tobytes()
+
+    with ThreadPoolExecutor(min(MAX_SUMMING_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        return hashlib.sha256(b"".join(threads.map(summed, starts))).digest()
 
 
 def _note_use(path: Path, descriptor: int, is_synced: bool) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pdmesh_kernels.cpu.library import cache_folder, is_ours
@@ -26,6 +26,7 @@ PACKING_TIMEOUT_S = 1800.0
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_SIGN_OF_LIFE_S = 10.0
 # Between a temporary file's creation and its lock nobody may take it for abandoned.
 _TEMPORARY_GRACE_S = 60.0
 
@@ -41,11 +42,12 @@ def weight_path(key: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def creating(path: Path) -> Iterator[tuple[Path, OSError | None]]:
-    """Be the only process that writes `path`: yields where to write it first, or why it can't be written. May wait."""
+def creating(path: Path, on_wait: Callable[[], None]) -> Iterator[tuple[Path, OSError | None]]:
+    """Be the only process that writes `path`: yields where to write it first, or why it can't be written. May wait, and
+    calls `on_wait` from time to time then."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        descriptor = _lock(path)
+        descriptor = _lock(path, on_wait)
         # The lock is ours: whoever wrote these is dead.
         for abandoned in path.parent.glob(f"{path.stem}.*.tmp"):
             abandoned.unlink(missing_ok=True)
@@ -122,13 +124,13 @@ def _remove_unused(path: Path) -> bool:
     return True
 
 
-def _lock(path: Path) -> int:
+def _lock(path: Path, on_wait: Callable[[], None]) -> int:
     """Return the descriptor of the writer's lock. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_ours(path.parent.stat()):
         raise PermissionError(f"{path.parent} belongs to, or can be written by, another user")
     deadline_s, lock = time.monotonic() + PACKING_TIMEOUT_S, path.with_suffix(".lock")
-    has_waited = False
+    has_waited, sign_at_s = False, 0.0
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -143,6 +145,9 @@ def _lock(path: Path) -> int:
             if not has_waited:
                 logger.info("weights cache: waiting for the process that packs %s", path)
             has_waited = True
+            if time.monotonic() >= sign_at_s:
+                on_wait()
+                sign_at_s = time.monotonic() + _SIGN_OF_LIFE_S
         except OSError:
             os.close(descriptor)
             raise

@@ -28,6 +28,7 @@ from pdmesh_kernels.cpu.packing import aligned_bytes
 log = logging.getLogger(__name__)
 
 DTYPES: dict[str, ComputeDType] = {"auto": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
+WAITING_STAGE = "waiting for the engine that packs the weights"
 # Beside a step's own: raw log-probabilities, ids and logits of what may be drawn.
 BYTES_PER_LOGIT = 4 + 4 + 8 + 4
 
@@ -97,6 +98,8 @@ class CpuBackend(Backend):
                 names.model,
                 self._pool.num_threads,
                 progress.of_weights(),
+                # Or the server would take a core that waits for another's for one that hangs.
+                lambda: progress(WAITING_STAGE, 0.0),
             )
         self._config = config
         self._layouts = plan_layouts(config, self._kv_cache_dtype.item_dtype(dtype_name), size, CPU_PACKING)

@@ -1,8 +1,10 @@
 """A decoder's weights as the CPU library reads them: packed once into the weights cache, then mapped from it."""
 
+import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +13,7 @@ from pdmesh.models.model_config import ModelConfig
 from pdmesh.models.weight_formats import ComputeDType, FormatChoice, Quantization, choose_format, pack_projection
 from pdmesh.models.weight_plan import Gain, Projection, WeightPlan, plan_weights
 from pdmesh.models.weights import WeightReader, check_shapes
+from pdmesh_kernels.cpu import packing
 from pdmesh_kernels.cpu.abi import ABI_VERSION, Format
 from pdmesh_kernels.cpu.library import Library
 from pdmesh_kernels.cpu.packing import PackedWeight, packed_bytes
@@ -41,8 +44,10 @@ def load_cpu_weights(
     fingerprint: str,
     num_threads: int,
     report: Callable[[float], None],
+    on_wait: Callable[[], None] = lambda: None,
 ) -> CpuWeights:
-    """Map the packed weights, made now by `num_threads` where the cache has none. `report` gets the fraction done.
+    """Map the packed weights, made now by `num_threads` where the cache has none. `report` gets the fraction done; `on_wait` is
+    called from time to time while another process makes them.
 
     Torch is imported only to make them, and for AWQ and GPTQ, whose scales decide what they are kept as. Raises ConfigError.
     """
@@ -54,16 +59,28 @@ def load_cpu_weights(
         for each in plan.projections()
     }
     formats = "-".join(sorted({choice.format.name.lower() for choice in choices.values()}))
-    key = f"{fingerprint}-{formats}-{quantization.value}-{ABI_VERSION}-{library.packing}"
+    entries = _entries(library, plan, choices)
+    key = f"{fingerprint}-{formats}-{quantization.value}-{ABI_VERSION}-{library.packing}-{_contents(entries)}"
     path = weight_path(key)
     file = open_weight_file(path, key)
     if file is None:
-        entries = _entries(library, plan, choices)
         file = create_weight_file(
-            path, key, entries, lambda made: _fill(library, reader, plan, choices, config, made, num_threads, report)
+            path,
+            key,
+            entries,
+            lambda made: _fill(library, reader, plan, choices, config, made, num_threads, report),
+            on_wait,
         )
     report(1.0)
     return CpuWeights(plan, file, *_views(file))
+
+
+def _contents(entries: list[Entry]) -> str:
+    """Name what is in a file, and how it got there: another version of this code may choose, read or fuse otherwise."""
+    digest = hashlib.sha256(repr(entries).encode())
+    for source in (*sorted(Path(__file__).parent.glob("*.py")), Path(packing.__file__)):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _entries(library: Library, plan: WeightPlan, choices: dict[str, FormatChoice]) -> list[Entry]:
