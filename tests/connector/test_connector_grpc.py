@@ -16,6 +16,7 @@ from pdmesh.connector.pool import PoolShape
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
 from pdmesh.security import MeshSecret
+from support.no_threads import REFUSAL, refuse_threads
 from support.pool_node import SECRET, make_pool, wait_for
 
 SHAPE = PoolShape(num_blocks=8, block_bytes=4096)
@@ -106,6 +107,28 @@ def test_a_frozen_owner_holds_up_nobody_elses_pulls(connector: GrpcConnector) ->
         living.may_send.set()
         connector.start(pull(living, "fifth", 5))
         assert outcomes(connector, 1) == {"fifth": ""}
+
+
+def test_a_pull_that_was_refused_for_want_of_a_thread_is_not_carried_out_later(
+    connector: GrpcConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed in the line of the threads that there were: one of them wrote to its blocks, which were another request's."""
+
+    with serving("owner@1") as owner:
+        connector.connect(owner.pool)
+        connector.start(pull(owner, "first", 0))
+        assert owner.asked.acquire(timeout=5)
+        with monkeypatch.context() as patched:
+            refuse_threads(patched)
+            connector.start(pull(owner, "second", 1))
+            assert outcomes(connector, 1) == {"second": f"error:{REFUSAL}"}
+        owner.may_send.set()
+        assert outcomes(connector, 1) == {"first": ""}
+        # Behind what is in line.
+        connector.start(pull(owner, "third", 2))
+        assert outcomes(connector, 1) == {"third": ""}
+        assert owner.asked.acquire(timeout=5)
+        assert not owner.asked.acquire(blocking=False)
 
 
 def test_a_pull_that_waits_for_its_turn_ends_when_it_is_told_to_or_at_its_deadline(connector: GrpcConnector) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from pdmesh.connector.pages import PagesAhead
 from pdmesh.connector.pool import PAGE_BYTES, KVPool, PoolShape, create_pool_file, size_pool_file
+from support.no_threads import REFUSAL, refuse_threads
 
 SHAPE = PoolShape(num_blocks=64, block_bytes=32 << 10)
 
@@ -109,17 +110,13 @@ def test_who_gives_blocks_out_goes_on_where_no_thread_can_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the limit of threads it ended the one that copies for all pulls of shared memory, and failed the sums of blocks."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     pool = fresh_pool()
     with monkeypatch.context() as patch, PagesAhead(pool) as pages:
-        patch.setattr(threading.Thread, "start", refuse)
+        refuse_threads(patch)
         pool.bump([0])
         # Said once; what is only faster is not tried again and again.
         pool.bump([9])
         pages.note([10])
-        assert ["can't start new thread" in record.getMessage() for record in caplog.records] == [True]
+        assert [REFUSAL in record.getMessage() for record in caplog.records] == [True]
     assert num_taken(pool) == 0
     pool.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from pdmesh.connector.native_agent import CopyState, NothingPosted, Ranges, Writ
 from pdmesh.connector.native_jobs import ranges
 from pdmesh.connector.paired_agent import LEAST_SHARED_BYTES, PairedAgent
 from support.native_libraries import missing
+from support.no_threads import refuse_threads
 
 HALF_BYTES = LEAST_SHARED_BYTES // 2
 TIMEOUT_S = 10.0
@@ -214,10 +214,7 @@ def test_where_there_can_be_no_second_agent_the_first_reads_all(scene: Scene, ca
 
 
 def test_reads_go_on_where_no_thread_can_be_started_any_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refuse_threads(monkeypatch)
     scene.join()
 
 

@@ -22,6 +22,7 @@ from pdmesh.engine.links import Links
 from pdmesh.engine.messages import ConnectPeer, DisconnectPeer, OtherWay, PeerConnected, Use
 from pdmesh.engine.server import core_peers
 from pdmesh.errors import HandshakeRefused, PeerUnavailable
+from support.no_threads import REFUSAL, refuse_threads
 
 
 class Connector(FixedMetadata, ReadInPlace):
@@ -287,15 +288,12 @@ def test_peers_that_hang_take_no_threads_without_end() -> None:
 
 
 def test_where_no_thread_can_be_started_the_peer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     links = Links({"shm": Connector()})
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", start)
+            refuse_threads(patched)
             links.connect(_order(2))
-            assert [answer.error for answer in _answers(links, 1)] == ["can't start new thread"]
+            assert [answer.error for answer in _answers(links, 1)] == [REFUSAL]
         links.connect(_order(2))
         assert [answer.error for answer in _answers(links, 1)] == [""]
     finally:
@@ -479,6 +477,15 @@ def test_a_connector_that_cannot_be_connected_is_passed_over(scene: Scene) -> No
     scene.grpc.end("")
     assert scene.ended()[0] == ""
     assert scene.mooncake.started == []
+
+
+def test_where_no_thread_can_be_started_a_failed_pull_ends_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine ended with it, for want of a timer."""
+    refuse_threads(monkeypatch)
+    scene.nixl.end("peer_lost")
+    assert scene.links.poll() == []
+    assert [answer.error for answer in _answers(scene.links, 2)] == [REFUSAL] * 2
+    assert scene.ended() == ("peer_lost", "grpc:after:mooncake")
 
 
 def test_a_pull_waits_for_the_end_of_its_own_order(scene: Scene) -> None:

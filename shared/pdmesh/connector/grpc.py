@@ -91,14 +91,20 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
     def _begin(self, active: ActivePull, peer: GrpcPeer, target: PullTarget) -> None:
         """Have a pull carried out when it is its turn."""
         transfer_id = active.pull.transfer_id
+        begun = threading.Lock()
         with self._lock:
             may_wait = peer.num_pulls >= self._options.num_threads
             peer.num_pulls += 1
         try:
-            turn = peer.threads.submit(self._pull, active, peer, target)
-        except RuntimeError:
-            # It is disconnected just now, in the thread that connects its successor.
-            self._pulls.finish(transfer_id, PullEnd.PEER_LOST)
+            turn = peer.threads.submit(self._pull, active, peer, target, begun)
+        except RuntimeError as exc:
+            with self._lock:
+                peer.num_pulls -= 1
+            # Where no thread can be started another one may come to it all the same.
+            if begun.acquire(blocking=False):
+                # Or it is disconnected just now, in the thread that connects its successor.
+                is_known = self._peers.get(peer.peer_id) is peer
+                self._pulls.finish(transfer_id, error_reason(exc) if is_known else PullEnd.PEER_LOST)
             return
         with self._lock:
             self._turns[transfer_id] = turn
@@ -112,7 +118,9 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
         if may_wait:
             timer = threading.Timer(active.pull.deadline_s, self._end_waiting, [transfer_id, PullEnd.TIMEOUT])
             timer.name, timer.daemon = "grpc-deadline", True
-            timer.start()
+            # Where no thread can be started it ends when its turn comes.
+            with contextlib.suppress(RuntimeError):
+                timer.start()
             turn.add_done_callback(lambda _: timer.cancel())
         turn.add_done_callback(on_ended)
 
@@ -159,8 +167,10 @@ class GrpcConnector(FixedMetadata, ReadInPlace):
             raise RuntimeError("register a pool before anything is pulled")
         return self._pool
 
-    def _pull(self, active: ActivePull, peer: GrpcPeer, target: PullTarget) -> None:
-        """Carry out one pull; runs in a thread and ends it, whatever happens."""
+    def _pull(self, active: ActivePull, peer: GrpcPeer, target: PullTarget, begun: threading.Lock) -> None:
+        """Carry out one pull, unless who has `begun` has ended it; runs in a thread and ends it, whatever happens."""
+        if not begun.acquire(blocking=False):
+            return
         pull = active.pull
         try:
             reason = active.interruption() or self._copy(active, peer, target)

@@ -1,8 +1,11 @@
 """Wakes a loop that sleeps on descriptors alone, at a time."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 # Behind the time, so that who looks then finds it passed.
 MARGIN_S = 0.01
@@ -27,4 +30,9 @@ class Alarm:
             self._timer = threading.Timer(max(due_s - time.monotonic(), 0.0) + MARGIN_S, self._ring)
             # A process that ends waits for no alarm.
             self._timer.daemon = True
-            self._timer.start()
+            try:
+                self._timer.start()
+            except RuntimeError as exc:
+                log.warning("nobody is woken when a pull has waited too long: %s", exc)
+                # It is set when the loop looks again.
+                self._due_s = self._timer = None
