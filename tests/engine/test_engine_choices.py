@@ -5,7 +5,7 @@ import random
 import pytest
 
 from pdmesh.connector.shm import ShmConnector
-from pdmesh.engine.messages import Abort, ConnectPeer
+from pdmesh.engine.messages import Abort
 from pdmesh.protocol.messages import KVSource
 from pdmesh.security import MeshSecret
 from support.core_harness import CoreHarness, make_add
@@ -71,19 +71,11 @@ def test_all_choices_of_a_ticket_use_the_pulled_kv(length: int, enable_prefix_ca
         CoreHarness(connectors={"shm": ShmConnector(peer_id, SECRET)}, enable_prefix_caching=enable_prefix_caching)
         for peer_id in ("p@1", "d@1")
     )
-    shape = prefill.pool.shape
-    order = ConnectPeer(
-        peer_id="p@1",
-        connector="shm",
-        metadata=prefill.metadata["shm"],
-        num_blocks=shape.num_blocks,
-        block_bytes=shape.block_bytes,
-    )
-    assert decode.connect(order).error == ""
+    decode.reach(prefill, "p@1")
     prompt = prompt_of(length)
     prefill.add(prompt, n=5, prefill_only=True, offer_id="offer", **OPTIONS)
     prefill.run()
-    [sealed] = [each for output in prefill.outputs for each in output.sealed]
+    [sealed] = prefill.sealed
     emitted = [prefill.tokens(choice=choice) for choice in range(5)]
     source = KVSource(transfer_id="t", peer_id="p@1", groups=sealed.groups, num_tokens=sealed.num_tokens)
     decode.add(prompt, n=5, emitted=emitted, source=source, **OPTIONS)

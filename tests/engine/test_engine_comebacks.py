@@ -11,7 +11,6 @@ from pdmesh.connector.shm import ShmConnector
 from pdmesh.engine.messages import (
     Abort,
     BlocksComputed,
-    ConnectPeer,
     NeedsSource,
     OfferSealed,
     SetSource,
@@ -81,18 +80,11 @@ def _fields(blocks: GroupBlocks) -> dict[str, object]:
 def pair(answers: list[str], *, prompt: list[int] = B, emitted: int = 0, **options: object) -> Server:
     """A decode, and an owner that has computed `prompt` and the first `emitted` tokens after it for an offer."""
     decode, owner = make_core("d@1", **options), make_core("p@1", num_blocks=64)
-    order = ConnectPeer(
-        peer_id="p@1",
-        connector="shm",
-        metadata=owner.metadata["shm"],
-        num_blocks=owner.pool.shape.num_blocks,
-        block_bytes=owner.pool.shape.block_bytes,
-    )
-    assert decode.connect(order).error == ""
+    decode.reach(owner, "p@1")
     before = [expected_tokens(prompt, emitted)] if emitted else []
     owner.add(prompt, prefill_only=True, offer_id="offer", emitted=before, max_tokens=NUM_TOKENS)
     owner.run()
-    [sealed] = [each for output in owner.outputs for each in output.sealed]
+    [sealed] = owner.sealed
     return Server(decode, owner, answers, sealed)
 
 
@@ -139,7 +131,7 @@ def test_a_source_that_fails_leaves_the_next_and_then_computing() -> None:
     check(server)
     assert [each.after for each in server.asked[:3]] == ["", "tier", "offer"]
     assert sources(server)[0] == "preempted:recompute"
-    ended = [each for output in server.decode.outputs for each in output.transfers]
+    ended = server.decode.transfers
     assert [(each.committed, each.reason) for each in ended] == [(False, "stale")] * 2
 
 
@@ -164,7 +156,7 @@ def test_one_that_ends_while_the_server_looks_takes_its_source_along() -> None:
     server.decode.run(
         SetSource(request_id=need.request_id, choice=need.choice, source=server.source("late"), kind="offer")
     )
-    ended = [each for output in server.decode.outputs for each in output.transfers]
+    ended = server.decode.transfers
     assert ended == [
         TransferEnded(transfer_id="late", peer_id="p@1", request_id="b", committed=False, reason="aborted")
     ]
@@ -200,7 +192,7 @@ def test_the_tier_is_told_of_computed_fetched_and_generated_blocks_while_they_ar
         B, "b", max_tokens=NUM_TOKENS, emitted=[expected_tokens(B, 1)], source=server.source("t"), store_to_tier=True
     )
     server.serve()
-    told: list[BlocksComputed] = [each for output in decode.outputs for each in output.computed]
+    told: list[BlocksComputed] = decode.computed
     keys = [key for each in told for key in each.keys]
     # 30 + 23 tokens have KV: 13 full blocks; those of the last lump may wait for a preemption.
     assert 8 <= len(keys) <= 13
@@ -227,7 +219,7 @@ def test_what_was_there_before_the_cache_was_emptied_is_not_for_the_tier(num_ste
     decode.scheduler.reset_prefix_cache()
     decode.run()
     assert decode.tokens() == expected_tokens(B, NUM_TOKENS)
-    assert len([each for output in decode.outputs for each in output.computed]) == num_told
+    assert len(decode.computed) == num_told
 
 
 @pytest.mark.parametrize("emitted", [1, 5, 10])

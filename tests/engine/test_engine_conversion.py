@@ -63,7 +63,7 @@ class Pair:
     def sealed(self, prompt: list[int], offer_id: str = "offer", **options: object) -> OfferSealed:
         self.prefill.add(prompt, offer_id, prefill_only=True, offer_id=offer_id, **options)
         self.prefill.run()
-        return next(each for output in self.prefill.outputs for each in output.sealed if each.offer_id == offer_id)
+        return next(each for each in self.prefill.sealed if each.offer_id == offer_id)
 
     def source(self, sealed: OfferSealed, transfer_id: str = "t", **changes: object) -> KVSource:
         fields: dict[str, object] = {
@@ -85,11 +85,11 @@ class Pair:
     @property
     def told(self) -> list[bytes]:
         """What the tier may have of decode."""
-        return [key for output in self.decode.outputs for each in output.computed for key in each.keys]
+        return [key for each in self.decode.computed for key in each.keys]
 
     @property
     def ended(self) -> list[TransferEnded]:
-        return [each for output in self.decode.outputs for each in output.transfers]
+        return self.decode.transfers
 
 
 @pytest.fixture(autouse=True)

@@ -360,10 +360,10 @@ def test_prefill_only_hands_off_after_one_token_and_keeps_the_prompt(n: int) -> 
     for choice in range(n):
         [delta] = core.deltas_of(choice=choice)
         assert (len(delta.token_ids), delta.finish_reason) == (1, "")
-    [sealed] = [each for output in core.outputs for each in output.sealed]
+    [sealed] = core.sealed
     assert (sealed.offer_id, sealed.num_tokens, len(sealed.groups[0].block_ids)) == ("offer", 10, 3)
     assert sealed.groups[0].generations == core.pool.generations_of(sealed.groups[0].block_ids)
-    [computed] = [each for output in core.outputs for each in output.computed]
+    [computed] = core.computed
     assert computed.blocks.block_ids == sealed.groups[0].block_ids[:2]
     assert len(computed.keys) == 2
     assert core.num_used == 3
@@ -384,7 +384,7 @@ def test_an_offer_released_before_it_is_sealed_never_is() -> None:
     core.add(prompt_of(10), prefill_only=True, offer_id="offer")
     core.send(ReleaseOffer(offer_id="offer"))
     core.run()
-    assert not [each for output in core.outputs for each in output.sealed]
+    assert not core.sealed
     assert core.num_used == 0
 
 

@@ -8,7 +8,7 @@ import torch
 
 from pdmesh.connector.shm import ShmConnector
 from pdmesh.engine.logits_processors import LogitsProcessor, RowView
-from pdmesh.engine.messages import ConnectPeer, SetSource
+from pdmesh.engine.messages import SetSource
 from pdmesh.protocol.messages import KVSource
 from pdmesh.security import MeshSecret
 from support.core_harness import CoreHarness
@@ -58,32 +58,20 @@ def whole() -> list[int]:
     return tokens
 
 
-def connect(consumer: CoreHarness, owner: CoreHarness) -> None:
-    shape = owner.pool.shape
-    order = ConnectPeer(
-        peer_id="p@1",
-        connector="shm",
-        metadata=owner.metadata["shm"],
-        num_blocks=shape.num_blocks,
-        block_bytes=shape.block_bytes,
-    )
-    assert consumer.connect(order).error == ""
-
-
 def offered(owner: CoreHarness, tokens: list[int], transfer_id: str) -> KVSource:
     """Have `owner` compute the prompt and `tokens`, sample the next one, and offer the KV."""
     offer_id = f"offer-{transfer_id}"
     before = {"emitted": [tokens]} if tokens else {}
     owner.add(PROMPT, transfer_id, prefill_only=True, offer_id=offer_id, **before, **OPTIONS)
     owner.run()
-    [sealed] = [each for output in owner.outputs for each in output.sealed if each.offer_id == offer_id]
+    [sealed] = [each for each in owner.sealed if each.offer_id == offer_id]
     return KVSource(transfer_id=transfer_id, peer_id="p@1", groups=sealed.groups, num_tokens=sealed.num_tokens)
 
 
 def test_handed_over_at_every_position() -> None:
     tokens = whole()
     owner, decode = make_core("p@1"), make_core("d@1")
-    connect(decode, owner)
+    decode.reach(owner, "p@1")
     for position in range(NUM_TOKENS - 1):
         source = offered(owner, tokens[:position], f"t{position}")
         assert owner.tokens(f"t{position}") == tokens[position : position + 1]
@@ -109,7 +97,7 @@ def test_preempted_at_every_position_and_fetched_again() -> None:
     owner = make_core("p@1")
     for position in range(1, NUM_TOKENS):
         core = make_core(f"d{position}@1", refetch_min_tokens=1)
-        connect(core, owner)
+        core.reach(owner, "p@1")
         core.add(PROMPT, may_refetch=True, **OPTIONS)
         for message in core._inbox.drain():
             core._core._handle(message)

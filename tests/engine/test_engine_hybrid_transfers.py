@@ -3,7 +3,6 @@
 import pytest
 
 from pdmesh.connector.shm import ShmConnector
-from pdmesh.engine.messages import ConnectPeer, OfferSealed, TransferEnded
 from pdmesh.protocol.messages import GroupBlocks, KVSource
 from pdmesh.security import MeshSecret
 from support.core_harness import CoreHarness
@@ -26,34 +25,15 @@ def pair(request: pytest.FixtureRequest) -> tuple[CoreHarness, CoreHarness]:
         )
         for peer_id in ("p@1", "d@1")
     )
-    shape = prefill.pool.shape
-    order = ConnectPeer(
-        peer_id="p@1",
-        connector="shm",
-        metadata=prefill.metadata["shm"],
-        num_blocks=shape.num_blocks,
-        block_bytes=shape.block_bytes,
-    )
-    assert decode.connect(order).error == ""
+    decode.reach(prefill, "p@1")
     return prefill, decode
-
-
-def prefill_prompt(core: CoreHarness, prompt: list[int], **options: object) -> OfferSealed:
-    core.add(prompt, prefill_only=True, offer_id="offer", **options)
-    core.run()
-    [sealed] = [each for output in core.outputs for each in output.sealed]
-    return sealed
-
-
-def ended(core: CoreHarness) -> list[TransferEnded]:
-    return [each for output in core.outputs for each in output.transfers]
 
 
 @pytest.mark.parametrize("length", [1, 4, 6, 7, 16, 17, 63, 150])
 def test_only_what_a_window_needs_is_offered_and_pulled(pair: tuple[CoreHarness, CoreHarness], length: int) -> None:
     prefill, decode = pair
     prompt = random_prompt(length)
-    sealed = prefill_prompt(prefill, prompt)
+    sealed = prefill.offer(prompt)
     full, sliding = sealed.groups
     end = -(-length // 4)
     assert (full.first_block, len(full.block_ids)) == (0, end)
@@ -65,7 +45,7 @@ def test_only_what_a_window_needs_is_offered_and_pulled(pair: tuple[CoreHarness,
     decode.run()
     assert prefill.tokens() + decode.tokens() == expected_tokens(prompt, 8, windows=WINDOWS)
     assert decode.backend.steps[0].context_len.tolist() == [length]
-    [transfer] = ended(decode)
+    [transfer] = decode.transfers
     assert transfer.committed
     assert decode.num_used == 0
 
@@ -74,7 +54,7 @@ def test_only_what_a_window_needs_is_offered_and_pulled(pair: tuple[CoreHarness,
 def test_the_stock_flow_recomputes_the_last_token(pair: tuple[CoreHarness, CoreHarness], length: int) -> None:
     prefill, decode = pair
     prompt = random_prompt(length)
-    sealed = prefill_prompt(prefill, prompt, max_tokens=1)
+    sealed = prefill.offer(prompt, max_tokens=1)
     source = KVSource(transfer_id="t", peer_id="p@1", groups=sealed.groups, num_tokens=length)
     decode.add(prompt, source=source, recompute_last=True)
     decode.run()
@@ -87,12 +67,12 @@ def test_what_is_cached_here_is_not_pulled(pair: tuple[CoreHarness, CoreHarness]
     prompt = random_prompt(40)
     decode.add(prompt[:34], "warm", max_tokens=1)
     decode.run()
-    sealed = prefill_prompt(prefill, prompt)
+    sealed = prefill.offer(prompt)
     source = KVSource(transfer_id="t", peer_id="p@1", groups=sealed.groups, num_tokens=40)
     decode.add(prompt, emitted=[prefill.tokens()], source=source)
     decode.run()
     assert prefill.tokens() + decode.tokens() == expected_tokens(prompt, 8, windows=WINDOWS)
-    [transfer] = ended(decode)
+    [transfer] = decode.transfers
     # Two blocks of the full group are missing, and two of the window's.
     assert (transfer.committed, transfer.num_bytes) == (True, 4 * decode.pool.shape.block_bytes)
 
@@ -100,7 +80,7 @@ def test_what_is_cached_here_is_not_pulled(pair: tuple[CoreHarness, CoreHarness]
 def test_a_source_without_all_of_the_windows_blocks_is_a_gap(pair: tuple[CoreHarness, CoreHarness]) -> None:
     prefill, decode = pair
     prompt = random_prompt(24)
-    full, sliding = prefill_prompt(prefill, prompt).groups
+    full, sliding = prefill.offer(prompt).groups
     short = GroupBlocks(
         group=1,
         block_ids=sliding.block_ids[1:],
@@ -110,7 +90,7 @@ def test_a_source_without_all_of_the_windows_blocks_is_a_gap(pair: tuple[CoreHar
     source = KVSource(transfer_id="t", peer_id="p@1", groups=[full, short], num_tokens=24)
     decode.add(prompt, source=source, recompute_last=True)
     decode.run()
-    assert ended(decode)[0].reason == "gap"
+    assert decode.transfers[0].reason == "gap"
     assert decode.tokens() == expected_tokens(prompt, 8, windows=WINDOWS)
 
 
@@ -118,4 +98,4 @@ def test_a_model_with_windows_has_nothing_for_the_tier(pair: tuple[CoreHarness, 
     prefill, _ = pair
     prefill.add(random_prompt(40), store_to_tier=True)
     prefill.run()
-    assert not [each for output in prefill.outputs for each in output.computed]
+    assert not prefill.computed

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from pdmesh.connector.shm import ShmConnector
-from pdmesh.engine.messages import ConnectPeer, OfferSealed, ReleaseOffer
+from pdmesh.engine.messages import OfferSealed, ReleaseOffer
 from pdmesh.engine.push_messages import BeginPush
 from pdmesh.engine.pushing import RESET, ROUNDED
 from pdmesh.protocol.messages import NO_MARKS, KVMarks, KVSource
@@ -27,22 +27,14 @@ def chain(*peer_ids: str) -> list[CoreHarness]:
         for each in peer_ids
     ]
     for owner_id, owner, consumer in zip(peer_ids, cores, cores[1:], strict=False):
-        shape = owner.pool.shape
-        order = ConnectPeer(
-            peer_id=owner_id,
-            connector="shm",
-            metadata=owner.metadata["shm"],
-            num_blocks=shape.num_blocks,
-            block_bytes=shape.block_bytes,
-        )
-        assert consumer.connect(order).error == ""
+        consumer.reach(owner, owner_id)
     return cores
 
 
 def offered(core: CoreHarness, prompt: list[int], name: str = "offer", **options: object) -> OfferSealed:
     core.add(prompt, name, prefill_only=True, offer_id=name, **options)
     core.run()
-    return next(each for output in core.outputs for each in output.sealed if each.offer_id == name)
+    return next(each for each in core.sealed if each.offer_id == name)
 
 
 def source(sealed: OfferSealed, owner_id: str, **changes: object) -> KVSource:
@@ -65,7 +57,7 @@ def resume(core: CoreHarness, prompt: list[int], first: list[int], from_: KVSour
 
 def told(core: CoreHarness) -> int:
     """Blocks that the tier may have."""
-    return sum(len(each.keys) for output in core.outputs for each in output.computed)
+    return sum(len(each.keys) for each in core.computed)
 
 
 def is_cached(core: CoreHarness, prompt: list[int]) -> bool:

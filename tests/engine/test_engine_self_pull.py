@@ -9,7 +9,7 @@ import pytest
 
 from pdmesh.connector.base import Pull
 from pdmesh.connector.shm import ShmConnector
-from pdmesh.engine.messages import ConnectPeer, OwnBlockPulled, PullOwnBlock
+from pdmesh.engine.messages import OwnBlockPulled, PullOwnBlock
 from pdmesh.security import MeshSecret
 from support.core_harness import CoreHarness
 from support.fake_backend import expected_tokens
@@ -28,15 +28,7 @@ class Garbling(ShmConnector):
 
 def own_core(connector: ShmConnector, **options: int) -> CoreHarness:
     core = CoreHarness(connectors={"shm": connector}, **options)
-    shape = core.pool.shape
-    order = ConnectPeer(
-        peer_id="e@1",
-        connector="shm",
-        metadata=core.metadata["shm"],
-        num_blocks=shape.num_blocks,
-        block_bytes=shape.block_bytes,
-    )
-    assert core.connect(order).error == ""
+    core.reach(core, "e@1")
     return core
 
 

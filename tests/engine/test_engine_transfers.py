@@ -14,7 +14,6 @@ from pdmesh.engine.messages import (
     ConnectPeer,
     DisconnectPeer,
     OfferSealed,
-    TransferEnded,
 )
 from pdmesh.errors import TransferFailed
 from pdmesh.protocol.messages import GroupBlocks, KVSource
@@ -34,29 +33,11 @@ def make_core(peer_id: str, **options: int) -> CoreHarness:
     return CoreHarness(connectors={"shm": ShmConnector(peer_id, SECRET)}, **options)
 
 
-def connect(consumer: CoreHarness, owner: CoreHarness, peer_id: str) -> None:
-    order = ConnectPeer(
-        peer_id=peer_id,
-        connector="shm",
-        metadata=owner.metadata["shm"],
-        num_blocks=owner.pool.shape.num_blocks,
-        block_bytes=owner.pool.shape.block_bytes,
-    )
-    assert consumer.connect(order).error == ""
-
-
 @pytest.fixture
 def pair() -> tuple[CoreHarness, CoreHarness]:
     prefill, decode = make_core("p@1"), make_core("d@1")
-    connect(decode, prefill, "p@1")
+    decode.reach(prefill, "p@1")
     return prefill, decode
-
-
-def prefill_prompt(core: CoreHarness, prompt: list[int], **options: object) -> OfferSealed:
-    core.add(prompt, prefill_only=True, offer_id="offer", **options)
-    core.run()
-    [sealed] = [each for output in core.outputs for each in output.sealed]
-    return sealed
 
 
 def source_of(sealed: OfferSealed, **changes: object) -> KVSource:
@@ -64,22 +45,18 @@ def source_of(sealed: OfferSealed, **changes: object) -> KVSource:
     return msgspec.structs.replace(source, **changes)
 
 
-def ended(core: CoreHarness) -> list[TransferEnded]:
-    return [each for output in core.outputs for each in output.transfers]
-
-
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 63, 150])
 def test_a_pulled_prompt_goes_on_at_token_two(pair: tuple[CoreHarness, CoreHarness], length: int) -> None:
     prefill, decode = pair
     prompt = prompt_of(length)
-    sealed = prefill_prompt(prefill, prompt)
+    sealed = prefill.offer(prompt)
     decode.add(prompt, emitted=[prefill.tokens()], source=source_of(sealed))
     decode.run()
     assert prefill.tokens() + decode.tokens() == expected_tokens(prompt, 8)
     first = decode.deltas_of()[0]
     assert (first.cached_tokens, first.kv_source) == (length, "shm")
     assert first.kv_bytes == -(-length // 4) * decode.pool.shape.block_bytes
-    [transfer] = ended(decode)
+    [transfer] = decode.transfers
     assert (transfer.committed, transfer.transfer_id, transfer.peer_id) == (True, "t", "p@1")
     # Nothing of the prompt was computed here.
     assert decode.backend.steps[0].context_len.tolist() == [length]
@@ -111,11 +88,11 @@ def test_a_source_that_cannot_be_meets_the_failure_policy(
 ) -> None:
     prefill, decode = pair
     prompt = prompt_of(17)
-    sealed = prefill_prompt(prefill, prompt)
+    sealed = prefill.offer(prompt)
     source = source_of(sealed, fail_policy=fail_policy, **changes)
     decode.add(prompt, emitted=[prefill.tokens()], source=source)
     decode.run()
-    [transfer] = ended(decode)
+    [transfer] = decode.transfers
     assert not transfer.committed
     if fail_policy == "fail":
         assert decode.deltas_of()[-1].error_code == "TransferFailed"
@@ -128,7 +105,7 @@ def test_a_source_that_cannot_be_meets_the_failure_policy(
 def test_pulled_blocks_serve_later_prompts(pair: tuple[CoreHarness, CoreHarness]) -> None:
     prefill, decode = pair
     prompt = prompt_of(17)
-    sealed = prefill_prompt(prefill, prompt)
+    sealed = prefill.offer(prompt)
     decode.add(prompt, emitted=[prefill.tokens()], source=source_of(sealed))
     decode.run()
     decode.add([*prompt, 9, 9], "next")
@@ -143,11 +120,11 @@ def test_only_what_is_not_here_is_pulled(pair: tuple[CoreHarness, CoreHarness], 
     prompt = prompt_of(length)
     decode.add(prompt[:17], "warm", max_tokens=1)
     decode.run()
-    sealed = prefill_prompt(prefill, prompt)
+    sealed = prefill.offer(prompt)
     decode.add(prompt, emitted=[prefill.tokens()], source=source_of(sealed))
     decode.run()
     assert prefill.tokens() + decode.tokens() == expected_tokens(prompt, 8)
-    [transfer] = ended(decode)
+    [transfer] = decode.transfers
     assert (transfer.committed, transfer.num_bytes) == (True, num_pulled * decode.pool.shape.block_bytes)
 
 
@@ -155,7 +132,7 @@ def test_only_what_is_not_here_is_pulled(pair: tuple[CoreHarness, CoreHarness], 
 def test_the_stock_flow_recomputes_the_last_token(pair: tuple[CoreHarness, CoreHarness], length: int) -> None:
     prefill, decode = pair
     prompt = prompt_of(length)
-    sealed = prefill_prompt(prefill, prompt, max_tokens=1)
+    sealed = prefill.offer(prompt, max_tokens=1)
     decode.add(prompt, source=source_of(sealed), recompute_last=True)
     decode.run()
     assert decode.tokens() == expected_tokens(prompt, 8)
@@ -166,16 +143,16 @@ def test_the_stock_flow_recomputes_the_last_token(pair: tuple[CoreHarness, CoreH
 def test_a_tier_hit_brings_full_blocks_and_the_rest_is_computed(pair: tuple[CoreHarness, CoreHarness]) -> None:
     prefill, decode = pair
     prompt = prompt_of(20)
-    sealed = prefill_prompt(prefill, prompt)
+    sealed = prefill.offer(prompt)
     # All of the prompt's blocks are full: its last token still has to be computed.
     decode.add(prompt, source=source_of(sealed), offer_id="next", store_to_tier=True)
     decode.run()
     assert decode.tokens() == expected_tokens(prompt, 8)
     assert decode.deltas_of()[0].kv_source == "tier"
     assert decode.deltas_of()[0].cached_tokens == 19
-    assert [each.num_tokens for output in decode.outputs for each in output.sealed] == [20]
+    assert [each.num_tokens for each in decode.sealed] == [20]
     # The last block was recomputed in part only; there is nothing new for the tier but it.
-    assert sum(len(each.keys) for output in decode.outputs for each in output.computed) <= 1
+    assert sum(len(each.keys) for each in decode.computed) <= 1
 
 
 def break_generation(prefill: CoreHarness, sealed: OfferSealed) -> None:
@@ -196,11 +173,11 @@ def test_a_failed_pull_ends_in_the_policy(
 ) -> None:
     prefill, decode = pair
     prompt = prompt_of(17)
-    sealed = prefill_prompt(prefill, prompt)
+    sealed = prefill.offer(prompt)
     fault(prefill, sealed)
     decode.add(prompt, emitted=[prefill.tokens()], source=source_of(sealed, fail_policy=policy))
     decode.run()
-    [transfer] = ended(decode)
+    [transfer] = decode.transfers
     assert (transfer.committed, transfer.reason) == (False, reason)
     if policy == "recompute":
         assert prefill.tokens() + decode.tokens() == expected_tokens(prompt, 8)
@@ -221,17 +198,17 @@ def test_a_source_that_does_not_fit_is_not_pulled(
 ) -> None:
     prefill, decode = pair
     prompt = prompt_of(17)
-    sealed = prefill_prompt(prefill, prompt)
+    sealed = prefill.offer(prompt)
     decode.add(prompt, emitted=[prefill.tokens()], source=source_of(sealed, **changes))
     decode.run()
-    assert [each.reason for each in ended(decode)] == [reason]
+    assert [each.reason for each in decode.transfers] == [reason]
     assert prefill.tokens() + decode.tokens() == expected_tokens(prompt, 8)
 
 
 def test_blocks_of_an_aborted_pull_stay_until_it_has_ended(pair: tuple[CoreHarness, CoreHarness]) -> None:
     prefill, decode = pair
     prompt = prompt_of(17)
-    sealed = prefill_prompt(prefill, prompt)
+    sealed = prefill.offer(prompt)
     scheduler = decode.scheduler
     scheduler.add(make_add(prompt, emitted=[prefill.tokens()], source=source_of(sealed)))
     assert not scheduler.schedule().sequences
@@ -241,7 +218,7 @@ def test_blocks_of_an_aborted_pull_stay_until_it_has_ended(pair: tuple[CoreHarne
     assert decode.num_used == 5
     decode.run()
     assert decode.finish_reason() == "abort"
-    [transfer] = ended(decode)
+    [transfer] = decode.transfers
     assert not transfer.committed
     assert decode.num_used == 0
 
@@ -249,18 +226,18 @@ def test_blocks_of_an_aborted_pull_stay_until_it_has_ended(pair: tuple[CoreHarne
 def test_every_source_ends_when_its_request_ends_first(pair: tuple[CoreHarness, CoreHarness]) -> None:
     prefill, decode = pair
     prompt = prompt_of(17)
-    sealed = prefill_prompt(prefill, prompt)
+    sealed = prefill.offer(prompt)
     decode.add(prompt, "waits", emitted=[[5]], source=source_of(sealed, transfer_id="a"))
     decode.send(Abort(request_id="waits"))
     decode.add([], "bad", source=source_of(sealed, transfer_id="b"))
     decode.run()
-    assert {each.transfer_id: each.reason for each in ended(decode)} == {"a": "aborted", "b": "refused"}
+    assert {each.transfer_id: each.reason for each in decode.transfers} == {"a": "aborted", "b": "refused"}
 
 
 def test_others_decode_while_a_pull_runs(pair: tuple[CoreHarness, CoreHarness]) -> None:
     prefill, decode = pair
     prompt = prompt_of(40)
-    sealed = prefill_prompt(prefill, prompt)
+    sealed = prefill.offer(prompt)
     decode.add(prompt_of(3), "other", max_tokens=3)
     decode.add(prompt, emitted=[prefill.tokens()], source=source_of(sealed))
     decode.run()
@@ -271,7 +248,7 @@ def test_others_decode_while_a_pull_runs(pair: tuple[CoreHarness, CoreHarness]) 
 def test_resuming_several_choices_from_one_ticket(pair: tuple[CoreHarness, CoreHarness]) -> None:
     prefill, decode = pair
     prompt, options = prompt_of(18), {"temperature": 1.1, "seed": 9, "n": 3}
-    sealed = prefill_prompt(prefill, prompt, **options)
+    sealed = prefill.offer(prompt, **options)
     emitted = [prefill.tokens(choice=choice) for choice in (0, 2)]
     decode.add(prompt, choices=[0, 2], emitted=emitted, source=source_of(sealed), **options)
     decode.run()
@@ -293,9 +270,9 @@ def corrupt_source(sealed: OfferSealed) -> KVSource:
 def test_tokens_drawn_from_damaged_kv_are_drawn_again_and_shown_once(is_async: bool, num_emitted: int) -> None:
     """A pull that is corrupt says of the token before it that it may be wrong: it was gone on from all the same."""
     prefill, decode = make_core("p@1"), make_core("d@1", is_async=is_async)
-    connect(decode, prefill, "p@1")
+    decode.reach(prefill, "p@1")
     prompt, options = prompt_of(18), {"temperature": 1.1, "seed": 9, "n": 3, "frequency_penalty": 0.5}
-    sealed = prefill_prompt(prefill, prompt, **options)
+    sealed = prefill.offer(prompt, **options)
     whole = CoreHarness()
     whole.add(prompt, **options)
     whole.run()
@@ -305,7 +282,7 @@ def test_tokens_drawn_from_damaged_kv_are_drawn_again_and_shown_once(is_async: b
     emitted[1] = [*emitted[1][:-1], emitted[1][-1] ^ 1]
     decode.add(prompt, choices=[0, 1, 2], emitted=emitted, source=corrupt_source(sealed), **options)
     decode.run()
-    assert [each.reason for each in ended(decode)] == ["corrupt"]
+    assert [each.reason for each in decode.transfers] == ["corrupt"]
     for choice in (0, 2):
         assert right[choice][:num_emitted] + decode.tokens(choice=choice) == right[choice]
         assert decode.finish_reason(choice=choice) == "length"
@@ -318,7 +295,7 @@ def test_tokens_drawn_from_damaged_kv_are_drawn_again_and_shown_once(is_async: b
 def test_a_proxy_can_tell_from_the_error_that_kv_was_damaged(pair: tuple[CoreHarness, CoreHarness]) -> None:
     prefill, decode = pair
     prompt = prompt_of(18)
-    source = corrupt_source(prefill_prompt(prefill, prompt))
+    source = corrupt_source(prefill.offer(prompt))
     decode.add(prompt, emitted=[prefill.tokens()], source=msgspec.structs.replace(source, fail_policy="fail"))
     decode.run()
     [delta] = decode.deltas_of()
@@ -329,11 +306,11 @@ def test_a_proxy_can_tell_from_the_error_that_kv_was_damaged(pair: tuple[CoreHar
 
 def test_a_connector_that_is_given_up_leaves_the_others_of_its_peer(pair: tuple[CoreHarness, CoreHarness]) -> None:
     prefill, decode = pair
-    sealed = prefill_prompt(prefill, prompt_of(17))
+    sealed = prefill.offer(prompt_of(17))
     decode.send(DisconnectPeer(peer_id="p@1", connector="nixl"))
     decode.add(prompt_of(17), emitted=[prefill.tokens()], source=source_of(sealed))
     decode.run()
-    assert [each.committed for each in ended(decode)] == [True]
+    assert [each.committed for each in decode.transfers] == [True]
 
 
 def test_connecting_over_a_connector_that_is_not_there_is_answered() -> None:

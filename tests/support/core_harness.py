@@ -20,7 +20,18 @@ from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
 from pdmesh.engine.links import Links
 from pdmesh.engine.logits_processors import LogitsProcessor
-from pdmesh.engine.messages import AddRequest, ConnectPeer, FromCore, PeerConnected, Shutdown, StepOutput, ToCore
+from pdmesh.engine.messages import (
+    AddRequest,
+    BlocksComputed,
+    ConnectPeer,
+    FromCore,
+    OfferSealed,
+    PeerConnected,
+    Shutdown,
+    StepOutput,
+    ToCore,
+    TransferEnded,
+)
 from pdmesh.engine.runner import Runner
 from pdmesh.engine.scheduler import Scheduler
 from pdmesh.engine.self_pull import SelfPulls
@@ -111,6 +122,13 @@ class CoreHarness:
         """Queue a request; options are split between AddRequest, GenerateRequest and SamplingParams by name."""
         self.send(make_add(prompt, request_id, **options))
 
+    def offer(self, prompt: list[int], **options: object) -> OfferSealed:
+        """Have a prompt computed for an offer, the only one so far."""
+        self.add(prompt, prefill_only=True, offer_id="offer", **options)
+        self.run()
+        [sealed] = self.sealed
+        return sealed
+
     def run(self, *messages: ToCore) -> list[FromCore]:
         """Let the core work until it would sleep with nothing under way; return what it said meanwhile."""
         self.send(*messages)
@@ -139,6 +157,17 @@ class CoreHarness:
             select.select(self.links.descriptors, [], [], 1)
         raise AssertionError("connecting was not answered")
 
+    def reach(self, owner: "CoreHarness", peer_id: str) -> None:
+        """Have the pool of another core, or its own, connected over shm."""
+        order = ConnectPeer(
+            peer_id=peer_id,
+            connector="shm",
+            metadata=owner.metadata["shm"],
+            num_blocks=owner.pool.shape.num_blocks,
+            block_bytes=owner.pool.shape.block_bytes,
+        )
+        assert self.connect(order).error == ""
+
     @property
     def outputs(self) -> list[StepOutput]:
         return [message for message in self.sent if isinstance(message, StepOutput)]
@@ -146,6 +175,18 @@ class CoreHarness:
     @property
     def deltas(self) -> list[ChoiceDelta]:
         return [delta for output in self.outputs for delta in output.deltas]
+
+    @property
+    def sealed(self) -> list[OfferSealed]:
+        return [each for output in self.outputs for each in output.sealed]
+
+    @property
+    def transfers(self) -> list[TransferEnded]:
+        return [each for output in self.outputs for each in output.transfers]
+
+    @property
+    def computed(self) -> list[BlocksComputed]:
+        return [each for output in self.outputs for each in output.computed]
 
     def tokens(self, request_id: str = "r", choice: int = 0) -> list[int]:
         deltas = self.deltas_of(request_id, choice)
