@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -14,8 +13,9 @@ import pytest
 from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, Push, PushConnector, ReadInPlace
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.links import Links
-from pdmesh.engine.messages import ConnectPeer, PeerConnected, Use
+from pdmesh.engine.messages import ConnectPeer, Use
 from pdmesh.errors import HandshakeRefused
+from support.scripted_connector import answers
 
 PULL = Pull(
     transfer_id="t", peer_id="p", source_block_ids=[0], generations=[1], target_block_ids=[0], deadline_s=20.0, connector="nixl"
@@ -107,13 +107,9 @@ class Scene:
         assert self.nixl.is_connecting.wait(10)
 
     def answer(self, use: Use) -> str:
-        end_s = time.monotonic() + 10
-        while time.monotonic() < end_s:
-            for message in self.links.take_news():
-                assert isinstance(message, PeerConnected)
-                assert message.use is use
-                return message.error
-        raise AssertionError("connecting was not answered")
+        [answer] = answers(self.links, 1)
+        assert answer.use is use
+        return answer.error
 
     def begin(self) -> None:
         self.links.start(PULL)

@@ -2,89 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import select
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
-import msgspec
 import pytest
 
-from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
-from pdmesh.connector.pool import KVPool
-from pdmesh.engine.connecting import MAX_THREADS
+from pdmesh.connector.base import Pull
 from pdmesh.engine.detours import replace_way
 from pdmesh.engine.links import Links
-from pdmesh.engine.messages import ConnectPeer, DisconnectPeer, OtherWay, PeerConnected, Use
-from pdmesh.engine.server import core_peers
-from pdmesh.errors import HandshakeRefused, PeerUnavailable
+from pdmesh.engine.messages import ConnectPeer, OtherWay, Use
 from support.no_threads import REFUSAL, refuse_threads
-
-
-class Connector(FixedMetadata, ReadInPlace):
-    """Connects to peers with even numbers."""
-
-    name = "shm"
-
-    def __init__(self) -> None:
-        self.connected: set[str] = set()
-        self._fd = os.eventfd(0)
-
-    def register(self, pool: KVPool) -> bytes:
-        return b""
-
-    def connect(self, peer: PeerPool) -> None:
-        if int(peer.peer_id) % 2:
-            raise HandshakeRefused("odd")
-        self.connected.add(peer.peer_id)
-
-    def disconnect(self, peer_id: str) -> None:
-        self.connected.discard(peer_id)
-
-    def start(self, pull: Pull) -> None:
-        return
-
-    def poll(self) -> list[PullResult]:
-        return []
-
-    def cancel(self, transfer_id: str) -> None:
-        return
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-def _order(number: int) -> ConnectPeer:
-    return ConnectPeer(peer_id=str(number), connector="shm", metadata=b"", num_blocks=1, block_bytes=1)
-
-
-def _answers(links: Links, num: int) -> list[PeerConnected]:
-    news: list[PeerConnected] = []
-    end_s = time.monotonic() + 5
-    while len(news) < num and time.monotonic() < end_s:
-        news += [each for each in links.take_news() if isinstance(each, PeerConnected)]
-    return news
+from support.scripted_connector import IdleConnector, ScriptedConnector, answers, order_of
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile", "after"])
 def test_peers_that_went_leave_nothing(when: str) -> None:
-    connector = Connector()
+    connector = IdleConnector()
     links = Links({"shm": connector})
     try:
         for number in range(6):
             if when == "before":
                 links.disconnect(str(number))
-            links.connect(_order(number))
+            links.connect(order_of(number))
             if when == "meanwhile":
                 links.disconnect(str(number))
-        assert len(_answers(links, 6)) == 6
+        assert len(answers(links, 6)) == 6
         if when == "before":
             assert connector.connected == {"0", "2", "4"}
         for number in range(6):
@@ -96,263 +39,18 @@ def test_peers_that_went_leave_nothing(when: str) -> None:
         links.close()
 
 
-def test_a_peer_whose_connect_took_too_long_for_the_server_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The core went on and connected it, and nobody knew of it any more: its memory stayed mapped."""
-    monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 0.05)
-    connector = Scripted("shm")
-    connector.may_connect.clear()
-    links = Links({"shm": connector})
-
-    class Core:
-        def send(self, message: object) -> None:
-            if isinstance(message, ConnectPeer):
-                links.connect(message)
-            elif isinstance(message, DisconnectPeer):
-                links.disconnect(message.peer_id, message.use, message.connector)
-
-    async def attach() -> None:
-        pool = PeerPool(peer_id="2", metadata=b"", num_blocks=1, block_bytes=1)
-        with pytest.raises(PeerUnavailable, match="in time"):
-            await core_peers.CorePeers(Core()).attach(pool, "shm")
-
-    try:
-        asyncio.run(attach())
-        connector.may_connect.set()
-        assert len(_answers(links, 1)) == 1
-        assert connector.connected == set()
-    finally:
-        links.close()
-
-
-class Asked:
-    """A core's end: what was sent to it."""
-
-    def __init__(self) -> None:
-        self.sent: list[ConnectPeer | DisconnectPeer] = []
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    def given_up(self) -> list[DisconnectPeer]:
-        return [each for each in self.sent if isinstance(each, DisconnectPeer)]
-
-
-POOL = PeerPool(peer_id="2", metadata=b"", num_blocks=1, block_bytes=1)
-
-
-@pytest.mark.parametrize("use", list(Use))
-@pytest.mark.parametrize("how", ["late", "cancelled"])
-def test_what_nobody_waits_for_any_more_is_given_up_alone_and_for_its_own_use(
-    monkeypatch: pytest.MonkeyPatch, use: Use, how: str
-) -> None:
-    """All that the peer was attached for was cut off; of a push it was its pulls, and the late connection stayed for ever."""
-    monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 0.05 if how == "late" else 60.0)
-
-    async def attach() -> list[DisconnectPeer]:
-        core = Asked()
-        attaching = asyncio.create_task(core_peers.CorePeers(core).attach(POOL, "shm", use))
-        if how == "cancelled":
-            await asyncio.sleep(0)
-            attaching.cancel()
-        with pytest.raises(PeerUnavailable if how == "late" else asyncio.CancelledError):
-            await attaching
-        return core.given_up()
-
-    assert asyncio.run(attach()) == [DisconnectPeer(peer_id="2", use=use, connector="shm")]
-
-
-def test_one_that_has_waited_long_enough_spoils_it_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer was for the first to ask alone: whoever asked a moment later never heard it, and gave up what was connected."""
-
-    async def attach() -> None:
-        core = Asked()
-        peers = core_peers.CorePeers(core)
-        monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 0.05)
-        first = asyncio.create_task(peers.attach(POOL, "shm"))
-        await asyncio.sleep(0)
-        monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 10.0)
-        second = asyncio.create_task(peers.attach(POOL, "shm"))
-        with pytest.raises(PeerUnavailable, match="in time"):
-            await first
-        peers.connected(PeerConnected(peer_id="2", connector="shm", number=2))
-        await second
-        assert core.given_up() == []
-        assert not peers._waiting
-
-    asyncio.run(attach())
-
-
-def test_the_answer_to_an_order_is_none_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came late of an order that had been given up refused a peer that the next order was about to connect; or it told that
-    this was connected before it was."""
-
-    async def attach() -> None:
-        peers = core_peers.CorePeers(Asked())
-        monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 0.05)
-        with pytest.raises(PeerUnavailable, match="in time"):
-            await peers.attach(POOL, "shm")
-        monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 10.0)
-        again = asyncio.create_task(peers.attach(replace(POOL, metadata=b"new"), "shm"))
-        await asyncio.sleep(0)
-        peers.connected(PeerConnected(peer_id="2", connector="shm", error="it is not there", number=1))
-        await asyncio.sleep(0)
-        assert not again.done()
-        peers.connected(PeerConnected(peer_id="2", connector="shm", number=2))
-        await again
-        assert not peers._waiting
-        assert not peers._answers
-
-    asyncio.run(attach())
-
-
-@pytest.mark.parametrize("end", ["refused", "detached"])
-def test_what_one_gave_up_is_let_go_by_the_last_who_waits(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    """Of the first order the core may have made a connection that nobody else has heard of."""
-
-    async def attach() -> list[DisconnectPeer]:
-        core = Asked()
-        peers = core_peers.CorePeers(core)
-        attached = asyncio.create_task(peers.attach(POOL, "shm"))
-        await asyncio.sleep(0)
-        monkeypatch.setattr(core_peers, "CONNECT_TIMEOUT_S", 0.05)
-        given_up = asyncio.create_task(peers.attach(POOL, "shm"))
-        await asyncio.sleep(0)
-        if end == "refused":
-            with pytest.raises(PeerUnavailable, match="in time"):
-                await given_up
-            peers.connected(PeerConnected(peer_id="2", connector="shm", error="no", number=1))
-            with pytest.raises(HandshakeRefused):
-                await attached
-        else:
-            peers.connected(PeerConnected(peer_id="2", connector="shm", number=1))
-            await attached
-            peers.detach("2")
-            with pytest.raises(PeerUnavailable, match="in time"):
-                await given_up
-            del core.sent[core.sent.index(DisconnectPeer(peer_id="2"))]
-        return core.given_up()
-
-    assert asyncio.run(attach()) == [DisconnectPeer(peer_id="2", connector="shm")]
-
-
-class Hanging(Connector):
-    """Connecting peer 0 takes until the test lets it go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_go_on = threading.Event()
-        self.num_hanging = 0
-
-    def connect(self, peer: PeerPool) -> None:
-        if peer.peer_id != "2":
-            self.num_hanging += 1
-            assert self.may_go_on.wait(20)
-        super().connect(peer)
-
-
-def test_a_peer_that_hangs_in_connect_holds_up_its_own_orders_only() -> None:
-    """Each such peer cost all others 5 s: with three of them, or at the fourth attempt, peers that were well were refused."""
-    connector = Hanging()
-    links = Links({"shm": connector})
-    try:
-        hanging = [msgspec.structs.replace(_order(0), number=number) for number in (1, 2)]
-        for order in hanging:
-            links.connect(order)
-        links.connect(_order(2))
-        assert [answer.peer_id for answer in _answers(links, 1)] == ["2"]
-        assert connector.num_hanging == 1
-        connector.may_go_on.set()
-        assert [answer.number for answer in _answers(links, 2)] == [1, 2]
-    finally:
-        connector.may_go_on.set()
-        links.close()
-
-
-def test_peers_that_hang_take_no_threads_without_end() -> None:
-    connector = Hanging()
-    links = Links({"shm": connector})
-    try:
-        numbers = [number for number in range(0, 100, 2) if number != 2]
-        for number in numbers:
-            links.connect(_order(number))
-        threads = [thread for thread in threading.enumerate() if thread.name == "connect"]
-        assert len(threads) == MAX_THREADS
-        connector.may_go_on.set()
-        assert {answer.peer_id for answer in _answers(links, len(numbers))} == set(map(str, numbers))
-        for thread in threads:
-            thread.join(5)
-            assert not thread.is_alive()
-    finally:
-        connector.may_go_on.set()
-        links.close()
-
-
-def test_where_no_thread_can_be_started_the_peer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    links = Links({"shm": Connector()})
-    try:
-        with monkeypatch.context() as patched:
-            refuse_threads(patched)
-            links.connect(_order(2))
-            assert [answer.error for answer in _answers(links, 1)] == [REFUSAL]
-        links.connect(_order(2))
-        assert [answer.error for answer in _answers(links, 1)] == [""]
-    finally:
-        links.close()
-
-
-class Scripted(Connector):
-    """Ends pulls as the test says; connecting waits for `may_connect` and fails with `refusal`."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self.started: list[Pull] = []
-        self.cancelled: list[str] = []
-        self.may_connect = threading.Event()
-        self.may_connect.set()
-        self.refusal = ""
-        self.refused_metadata: bytes | None = None
-        self._results: list[PullResult] = []
-
-    def connect(self, peer: PeerPool) -> None:
-        assert self.may_connect.wait(10)
-        if self.refusal:
-            raise HandshakeRefused(self.refusal)
-        if peer.metadata == self.refused_metadata:
-            raise HandshakeRefused("no such memory")
-        self.connected.add(peer.peer_id)
-
-    def start(self, pull: Pull) -> None:
-        self.started.append(pull)
-
-    def cancel(self, transfer_id: str) -> None:
-        self.cancelled.append(transfer_id)
-
-    def poll(self) -> list[PullResult]:
-        results, self._results = self._results, []
-        return results
-
-    def end(self, reason: str) -> None:
-        """End the pull that was started last."""
-        num_bytes = 0 if reason else 64
-        pull = self.started[-1]
-        self._results.append(
-            PullResult(transfer_id=pull.transfer_id, reason=reason, num_bytes=num_bytes, duration_s=0.1)
-        )
-
-
 class Scene:
     """A peer that is connected over `nixl` and may be over `mooncake` and `grpc`, and a pull from it under way."""
 
     def __init__(self) -> None:
-        self.nixl, self.mooncake, self.grpc = (Scripted(name) for name in ("nixl", "mooncake", "grpc"))
+        self.nixl, self.mooncake, self.grpc = (ScriptedConnector(name) for name in ("nixl", "mooncake", "grpc"))
         self.links = Links({each.name: each for each in (self.nixl, self.mooncake, self.grpc)})
         others = [OtherWay(connector=name, metadata=name.encode()) for name in ("mooncake", "grpc")]
         self.order = ConnectPeer(
             peer_id="p", connector="nixl", metadata=b"", num_blocks=1, block_bytes=64, others=others
         )
         self.links.connect(self.order)
-        assert len(_answers(self.links, 1)) == 1
+        assert len(answers(self.links, 1)) == 1
         self.pull = Pull(
             transfer_id="t",
             peer_id="p",
@@ -364,11 +62,11 @@ class Scene:
         )
         self.links.start(self.pull)
 
-    def fail(self, connector: Scripted, reason: str = "peer_lost") -> None:
+    def fail(self, connector: ScriptedConnector, reason: str = "peer_lost") -> None:
         """End the pull so, and let the next connector be connected."""
         connector.end(reason)
         assert self.links.poll() == []
-        assert len(_answers(self.links, 1)) == 1
+        assert len(answers(self.links, 1)) == 1
 
     def ended(self) -> tuple[str, str]:
         """The reason and the way of the one pull that has ended."""
@@ -447,7 +145,7 @@ def test_what_came_damaged_and_failed_otherwise_then_ends_as_corrupt(scene: Scen
     else:
         num = 2 if then == "refused" else 1
         scene.mooncake.may_connect.set()
-        assert len(_answers(scene.links, num)) == num
+        assert len(answers(scene.links, num)) == num
     if then == "lost":
         scene.fail(scene.mooncake)
         scene.grpc.end("error:it broke")
@@ -473,7 +171,7 @@ def test_a_connector_that_cannot_be_connected_is_passed_over(scene: Scene) -> No
     scene.mooncake.refusal = "no"
     scene.nixl.end("peer_lost")
     assert scene.links.poll() == []
-    assert len(_answers(scene.links, 2)) == 2
+    assert len(answers(scene.links, 2)) == 2
     scene.grpc.end("")
     assert scene.ended()[0] == ""
     assert scene.mooncake.started == []
@@ -484,11 +182,11 @@ def test_where_no_thread_can_be_started_a_failed_pull_ends_alone(scene: Scene, m
     refuse_threads(monkeypatch)
     scene.nixl.end("peer_lost")
     assert scene.links.poll() == []
-    assert [answer.error for answer in _answers(scene.links, 2)] == [REFUSAL] * 2
+    assert [answer.error for answer in answers(scene.links, 2)] == [REFUSAL] * 2
     assert scene.ended() == ("peer_lost", "grpc:after:mooncake")
 
 
-def test_a_pull_waits_for_the_end_of_its_own_order(scene: Scene) -> None:
+def test_a_pull_waits_for_the_end_of_its_ownorder_of(scene: Scene) -> None:
     """That of an earlier one, for memory that was no more, made it pass over a connector that would have done."""
     scene.mooncake.may_connect.clear()
     scene.mooncake.refused_metadata = b"old"
@@ -497,7 +195,7 @@ def test_a_pull_waits_for_the_end_of_its_own_order(scene: Scene) -> None:
     scene.nixl.end("peer_lost")
     assert scene.links.poll() == []
     scene.mooncake.may_connect.set()
-    assert [answer.error for answer in _answers(scene.links, 3)] == ["no such memory", "", ""]
+    assert [answer.error for answer in answers(scene.links, 3)] == ["no such memory", "", ""]
     assert len(scene.mooncake.started) == 1
     assert scene.grpc.connected == set()
 
@@ -513,7 +211,7 @@ def test_a_pull_that_waits_for_its_next_connector_can_be_ended(scene: Scene, how
         scene.links.disconnect("p")
     assert scene.ended() == (reason, "nixl")
     scene.mooncake.may_connect.set()
-    assert len(_answers(scene.links, 1)) == 1
+    assert len(answers(scene.links, 1)) == 1
     assert scene.mooncake.started == []
     assert scene.links.poll() == []
     assert scene.mooncake.connected == (set() if how == "disconnect" else {"p"})
@@ -557,11 +255,11 @@ def test_a_connector_that_is_given_up_costs_no_pull_over_another(scene: Scene, i
         scene.mooncake.may_connect.clear()
     scene.links.connect(replace_way(scene.order, "mooncake", b""))
     if is_answered:
-        assert len(_answers(scene.links, 1)) == 1
+        assert len(answers(scene.links, 1)) == 1
     scene.links.disconnect("p", Use.PULL, "mooncake")
     scene.mooncake.may_connect.set()
     if not is_answered:
-        assert len(_answers(scene.links, 1)) == 1
+        assert len(answers(scene.links, 1)) == 1
     assert scene.mooncake.connected == set()
     scene.links.start(replace(scene.pull, transfer_id="u"))
     assert scene.links.poll() == []
@@ -585,7 +283,7 @@ def test_a_connector_that_is_given_up_stays_for_the_pull_that_goes_on_over_it(
     if not is_given_up_first:
         scene.links.disconnect("p", Use.PULL, "mooncake")
     scene.mooncake.may_connect.set()
-    assert len(_answers(scene.links, 3)) == 3
+    assert len(answers(scene.links, 3)) == 3
     assert len(scene.mooncake.started) == 1
     assert scene.mooncake.connected == {"p"}
     scene.mooncake.end("")
@@ -607,7 +305,7 @@ def test_of_several_orders_the_last_word_counts(scene: Scene, is_wanted_again: b
     if is_wanted_again:
         scene.links.connect(order)
     scene.mooncake.may_connect.set()
-    assert len(_answers(scene.links, 2)) == 2
+    assert len(answers(scene.links, 2)) == 2
     assert scene.mooncake.connected == ({"p"} if is_wanted_again else set())
     scene.links.disconnect("p")
     assert not len(scene.links._attachments)
@@ -625,7 +323,7 @@ def test_a_lost_peers_pull_that_is_yet_to_end_keeps_no_connection(scene: Scene, 
         scene.links.connect(again)
         scene.links.disconnect("p")
     scene.nixl.may_connect.set()
-    assert len(_answers(scene.links, 1)) == 1
+    assert len(answers(scene.links, 1)) == 1
     assert scene.nixl.connected == set()
     scene.nixl.end("cancelled")
     assert scene.ended() == ("peer_lost", "nixl")
