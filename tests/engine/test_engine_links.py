@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -179,6 +180,10 @@ def test_a_connector_that_cannot_be_connected_is_passed_over(scene: Scene) -> No
 
 def test_where_no_thread_can_be_started_a_failed_pull_ends_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine ended with it, for want of a timer."""
+    # One that is about to end would do it yet.
+    for thread in threading.enumerate():
+        if thread.name == "connect":
+            thread.join(10)
     refuse_threads(monkeypatch)
     scene.nixl.end("peer_lost")
     assert scene.links.poll() == []
