@@ -15,6 +15,8 @@ constexpr int ANGLES_TOKENS = 32;
 // Claims per thread and phase: enough that a thread which lost its core for a while does not hold up the others.
 constexpr int PIECES_PER_THREAD = 6;
 constexpr int MAX_PANELS_PER_PIECE = 8;
+// So many that two threads seldom share one, and that looking through them takes no time.
+constexpr int MOST_RUNS = 8;
 
 int64_t now_ns() {
     timespec time;
@@ -29,6 +31,10 @@ struct Step {
     const Kernels &kernels;
     const std::vector<Phase *> &phases;
     int64_t *times_ns;
+    // A phase's pieces are so many runs; how many of each were claimed, [run][phase]. A thread claims its own run's first: their weights
+    // follow each other in memory, and what is fetched ahead of one piece is the next one's.
+    const int num_runs;
+    std::vector<std::atomic<int>> claimed;
     // The phase that is being done; all before it are.
     std::atomic<size_t> current;
     // Thread 0's: the phase that it times, and since when.
@@ -42,11 +48,22 @@ size_t next_phase(const std::vector<Phase *> &phases, size_t at) {
     return at;
 }
 
+int run_begin(const Phase &phase, int run, int num_runs) { return int(int64_t{phase.num_pieces} * run / num_runs); }
+
 // Does what pieces of a phase are left, and returns whether the phase has ended with them.
-bool do_pieces(Phase &phase, void *scratch) {
+bool do_pieces(Step &step, size_t at, int thread) {
+    Phase &phase = *step.phases[at];
     int num_done = 0;
-    for (int index; (index = phase.next.fetch_add(1, std::memory_order_relaxed)) < phase.num_pieces; num_done++)
-        phase.piece(index, scratch);
+    for (int turn = 0; turn < step.num_runs; turn++) {
+        const int run = (thread + turn) % step.num_runs;
+        const int begin = run_begin(phase, run, step.num_runs), count = run_begin(phase, run + 1, step.num_runs) - begin;
+        std::atomic<int> &claimed = step.claimed[size_t(run) * step.phases.size() + at];
+        // Looking comes first, since claiming takes the counter out of the other threads' caches.
+        for (int index; claimed.load(std::memory_order_relaxed) < count &&
+                        (index = claimed.fetch_add(1, std::memory_order_relaxed)) < count;
+             num_done++)
+            phase.piece(begin + index, step.pool.scratch(thread));
+    }
     return num_done && phase.num_done.fetch_add(num_done) + num_done == phase.num_pieces;
 }
 
@@ -67,7 +84,7 @@ bool work_on(void *context, int thread) {
     for (uint32_t turns; at < end; at = step.current.load()) {
         turns = step.pool.num_turns();
         if (thread == 0) note_time(step, at);
-        if (do_pieces(*step.phases[at], step.pool.scratch(thread))) {
+        if (do_pieces(step, at, thread)) {
             step.current.store(next_phase(step.phases, at + 1));
             step.pool.turn();
         } else if (step.current.load() == at && !step.pool.turns_soon(turns)) {
@@ -82,12 +99,11 @@ bool work_on(void *context, int thread) {
 }  // namespace
 
 void run_phases(pdm_pool &pool, const Kernels &kernels, const std::vector<Phase *> &phases, int64_t *times_ns) {
-    for (Phase *phase : phases) {
-        phase->next.store(0, std::memory_order_relaxed);
-        phase->num_done.store(0, std::memory_order_relaxed);
-    }
+    for (Phase *phase : phases) phase->num_done.store(0, std::memory_order_relaxed);
     const size_t first = next_phase(phases, 0);
-    Step step{pool, kernels, phases, times_ns, {first}, first, times_ns ? now_ns() : 0};
+    const int num_runs = std::min(pool.num_threads(), MOST_RUNS);
+    Step step{pool, kernels, phases, times_ns, num_runs, std::vector<std::atomic<int>>(size_t(num_runs) * phases.size()),
+              {first}, first, times_ns ? now_ns() : 0};
     pool.run(work_on, &step);
 }
 

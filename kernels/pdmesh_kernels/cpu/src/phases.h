@@ -1,5 +1,5 @@
-// A step as a sequence of phases: each is cut into pieces that the pool's threads claim one by one, and all are done before the next
-// begins. What holds the others up is a thread that loses its core within a piece, not one that claims none.
+// A step as a sequence of phases: each is cut into pieces that the pool's threads claim one by one, their own run of them first, and
+// all are done before the next begins. What holds the others up is a thread that loses its core within a piece, not one that claims none.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ class Phase {
     // Does piece `index` on the calling thread.
     virtual void piece(int index, void *scratch) const = 0;
 
-    std::atomic<int> next{0}, num_done{0};
+    std::atomic<int> num_done{0};
     int num_pieces = 0;
     const int time_slot;  // of pdm_program_times
 };
