@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -64,14 +65,22 @@ def until(what: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
+@contextmanager
+def damaged_prefill(model: str) -> Iterator[tuple[Mesh, dict[int, list[int]]]]:
+    """A mesh whose prefill, and its decode, have a beginning that is damaged in prefill's memory; and what is right."""
+    with mesh(model, connector="shm,grpc", engine_flags=FLAGS) as running:
+        right = right_tokens(running, range(1, 6))
+        reset(*running.decode)
+        assert tokens(ask(running, 1)) == right[1]
+        assert damage_pool(*running.prefill) > 0
+        yield running, right
+        running.wait_nothing_held()
+
+
 def test_an_owner_that_is_told_of_damage_lets_go_of_its_cache(model: str) -> None:
     """It went on to answer from it: wrong tokens to every prompt that began alike, with status 200."""
-    with mesh(model, connector="shm,grpc", engine_flags=FLAGS) as running:
+    with damaged_prefill(model) as (running, right):
         (prefill,), (decode,) = running.prefill, running.decode
-        right = right_tokens(running, range(1, 6))
-        reset(decode)
-        assert tokens(ask(running, 1)) == right[1]
-        assert damage_pool(prefill) > 0
         reset(decode)
         # Its first token is out when decode finds that it was drawn from other KV than was computed.
         answer = ask(running, 2)
@@ -84,23 +93,17 @@ def test_an_owner_that_is_told_of_damage_lets_go_of_its_cache(model: str) -> Non
             reset(decode)
         assert "not what was computed" in prefill.log
         assert httpx.get(f"{prefill.http}/health", timeout=10).status_code == 200
-        running.wait_nothing_held()
 
 
 def test_damage_is_found_where_everybody_else_has_the_beginning_itself(model: str) -> None:
     """What is read then was computed behind it and is as it was summed: wrong tokens for as long as the engine lived."""
-    with mesh(model, connector="shm,grpc", engine_flags=FLAGS) as running:
-        (prefill,), (decode,) = running.prefill, running.decode
-        right = right_tokens(running, range(1, 6))
-        reset(decode)
-        assert tokens(ask(running, 1)) == right[1]
-        assert damage_pool(prefill) > 0
+    with damaged_prefill(model) as (running, right):
+        [prefill] = running.prefill
         # What it draws nobody can know to be wrong yet.
         ask(running, 2)
         until(lambda: prefill.metric("pdmesh_kv_damaged_blocks_total") > 0)
         for number in range(3, 6):
             assert tokens(ask(running, number)) == right[number]
-        running.wait_nothing_held()
 
 
 def test_nothing_that_was_computed_behind_damage_gets_into_the_tier(model: str) -> None:

@@ -21,14 +21,17 @@ MARGIN_S = 4.0
 """The beat of whoever renews a lease, and a busy machine; the fault matrix's too."""
 OWN = ("/memfd:pdmesh-kv-staging", "/memfd:pdmesh-grave")
 """What a core lends to nobody."""
-HELD: dict[str, tuple[str, ...]] = {
-    "prefill": ("pdmesh_kv_blocks_used", "pdmesh_offers_open", "pdmesh_offers_held", "vllm:num_requests_running"),
+HELD_BY_ENGINE = (
+    *("pdmesh_kv_blocks_used", "pdmesh_kv_blocks_quarantined"),
+    *("pdmesh_offers_open", "pdmesh_offers_held", "pdmesh_transfers_reading"),
+    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_requests_waiting_by_reason"),
+)
+HELD = {
+    "prefill": HELD_BY_ENGINE,
+    "decode": HELD_BY_ENGINE,
     "kvcache": ("pdmesh_kvcache_open_lookups", "pdmesh_kvcache_slots_pinned", "pdmesh_kvcache_queued_stores"),
     "proxy": ("pdmesh_proxy_requests_in_flight",),
 }
-HELD["prefill"] += ("pdmesh_kv_blocks_quarantined", "pdmesh_transfers_reading")
-HELD["prefill"] += ("vllm:num_requests_waiting", "vllm:num_requests_waiting_by_reason")
-HELD["decode"] = HELD["prefill"]
 NEVER = (
     "pdmesh_unexpected_errors_total",
     "pdmesh_illegal_state_events_total",

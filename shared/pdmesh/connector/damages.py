@@ -38,7 +38,8 @@ class Damages:
     def came_whole(self, peer_id: str, connector: str, after: Iterable[str] = ()) -> bool:
         """A transfer's bytes are right over a connector, `after` they were not over others; whether one is given up for that."""
         self._known.pop((peer_id, connector), None)
-        return bool([each for each in after if self._came_damaged(peer_id, each)])
+        given_up = [self._came_damaged(peer_id, each) for each in after]
+        return any(given_up)
 
     def is_given_up(self, peer_id: str, connector: str) -> bool:
         """Whether a connector is not to be used with a peer now."""
@@ -46,6 +47,7 @@ class Damages:
         return damage is not None and self._clock() < damage.until_s
 
     def _came_damaged(self, peer_id: str, connector: str) -> bool:
+        """Count it; whether the connector is given up now."""
         damage = self._known.setdefault((peer_id, connector), _Damage())
         self._known.move_to_end((peer_id, connector))
         if len(self._known) > MAX_KNOWN:

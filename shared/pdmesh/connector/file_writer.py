@@ -115,9 +115,7 @@ class FileWriter:
                 log.warning(
                     "offers cannot be written to %s, so consumers fetch them otherwise: %s", self.directory, error
                 )
-        except (
-            Exception
-        ) as exc:  # the thread's top: an offer that cannot be written must be told of, and the next one written
+        except Exception as exc:  # the thread's top: it is told of, and the next one written
             log.exception("offer %s cannot be written", offer_id)
             error = f"{type(exc).__name__}: {exc}"
         if error:

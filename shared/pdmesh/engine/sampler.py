@@ -52,7 +52,7 @@ class Sampler:
         `best_ids`: see `StepLogits`; taken over.
         """
         table = self._rows
-        if best_ids is not None and len(rows) == 1 and self._is_sampled(logits_RV[0], rows, lengths, best_ids):
+        if best_ids is not None and len(rows) == 1 and self._put_if_plain(logits_RV[0], rows, lengths, best_ids):
             return Samples(best_ids)
         token_ids = logits_RV.argmax(axis=-1) if best_ids is None else best_ids
         # The maximum of a row with a NaN is NaN, and argmax finds it.
@@ -83,15 +83,15 @@ class Sampler:
         self._keep(samples, is_live, rows, lengths)
         return samples
 
-    def _is_sampled(
+    def _put_if_plain(
         self,
         logits_V: NDArray[np.float32],
         rows: NDArray[np.int64],
         lengths: NDArray[np.int64],
         best_ids: NDArray[np.int64],
     ) -> bool:
-        """Put the largest logit's token into the only row, if that is all there is to it. As for many rows, in a third of the
-        time: nothing computes meanwhile."""
+        """Put the largest logit's token into the only row, if that is all there is to it; whether it was. As for many rows, in a
+        third of the time: nothing computes meanwhile."""
         row, best = rows.item(), best_ids.item()
         if not self._rows.is_plain.item(row) or best < 0 or not math.isfinite(logits_V.item(best)):
             return False
