@@ -4,8 +4,7 @@ import os
 import resource
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,16 +19,10 @@ from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.errors import ConfigError, HandshakeRefused
 from pdmesh.security import MeshSecret
 from support.pool_node import SECRET, make_pool, pool_node, wait_for, write_block
+from support.until import until
 
 SHAPE = PoolShape(num_blocks=8, block_bytes=16 << 10)
 BLOCKS = list(range(8))
-
-
-def until(reached: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 10
-    while not reached():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 class End:

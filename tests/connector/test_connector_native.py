@@ -21,6 +21,7 @@ from pdmesh.errors import ConfigError, HandshakeRefused
 from pdmesh.security import MeshSecret
 from support.native_libraries import missing
 from support.pool_node import SECRET, Node, make_pool, pool_node, wait_for
+from support.until import until
 
 SHAPE = PoolShape(num_blocks=32, block_bytes=64 << 10)
 BLOCKS = list(range(32))
@@ -91,20 +92,13 @@ def helper_of(pid: int) -> psutil.Process:
     raise AssertionError("there is no helper process")
 
 
-def wait_until(condition: object, timeout_s: float = 8.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end_s, "it did not happen in time"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
 def test_a_crash_on_the_consumers_side_heals_by_itself(name: str, node: Node, number: int) -> None:
     with consuming(name) as consumer:
         consumer.connector.connect(node.pool_for(name))
         assert consumer.pull(node) == ""
         helper_of(os.getpid()).send_signal(number)
-        wait_until(lambda: consumer.changes)
+        until(lambda: consumer.changes)
         assert consumer.changes[0] != consumer.metadata
         # The new process has connected to the old one's peers.
         assert consumer.pull(node) == ""
@@ -183,7 +177,7 @@ def test_a_helper_that_hangs_is_killed_when_a_pull_is_overdue(name: str, node: N
         assert result.reason == "timeout"
         assert time.monotonic() - started_s < 3.0
         assert not helper.is_running()
-        wait_until(lambda: consumer.changes)
+        until(lambda: consumer.changes)
         assert consumer.pull(node) == ""
 
 
@@ -235,7 +229,7 @@ def test_a_read_that_may_go_on_ends_with_its_helper(name: str, node: Node) -> No
         (result,) = wait_for(consumer.connector, 1, 5.0)
         assert result.reason.startswith("error:")
         assert not process.is_running()
-        wait_until(lambda: consumer.changes)
+        until(lambda: consumer.changes)
         assert consumer.pull(node) == ""
 
 
@@ -248,7 +242,7 @@ def test_a_crash_on_the_owners_side_needs_its_new_metadata(name: str) -> None:
         helper.wait(10)
         assert consumer.pull(mortal) != ""
         old = mortal.pool_for(name)
-        wait_until(mortal.refresh)
+        until(mortal.refresh)
         with pytest.raises(HandshakeRefused):
             consumer.connector.connect(old)
         consumer.connector.connect(mortal.pool_for(name))

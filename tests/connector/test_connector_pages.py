@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from pdmesh.connector.pages import PagesAhead
 from pdmesh.connector.pool import PAGE_BYTES, KVPool, PoolShape, create_pool_file, size_pool_file
 from support.no_threads import REFUSAL, refuse_threads
+from support.until import until
 
 SHAPE = PoolShape(num_blocks=64, block_bytes=32 << 10)
 
@@ -39,13 +39,6 @@ def mapped(pool: KVPool) -> list[int]:
     is_mapped = (words.reshape(pool.shape.num_blocks, -1) >> np.uint64(63)).all(axis=1)
     found: list[int] = np.flatnonzero(is_mapped).tolist()
     return found
-
-
-def until(reached: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 10
-    while not reached():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 def test_memory_is_taken_for_what_comes_next_and_for_no_more() -> None:

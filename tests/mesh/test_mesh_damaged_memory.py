@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from support.damage import damage_pool
 from support.mesh import Mesh, Service, mesh
 from support.tiny_models import make_tiny
+from support.until import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
 
@@ -58,13 +57,6 @@ def right_tokens(running: Mesh, numbers: range) -> dict[int, list[int]]:
     }
 
 
-def until(what: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.05)
-
-
 @contextmanager
 def damaged_prefill(model: str) -> Iterator[tuple[Mesh, dict[int, list[int]]]]:
     """A mesh whose prefill, and its decode, have a beginning that is damaged in prefill's memory; and what is right."""
@@ -86,7 +78,7 @@ def test_an_owner_that_is_told_of_damage_lets_go_of_its_cache(model: str) -> Non
         answer = ask(running, 2)
         assert answer.status_code == 502 or tokens(answer) == right[2], answer.text
         assert answer.status_code == 200 or "damaged" in answer.text
-        until(lambda: prefill.metric("pdmesh_kv_damaged_blocks_total") > 0)
+        until(lambda: prefill.metric("pdmesh_kv_damaged_blocks_total") > 0, 20)
         reset(decode)
         for number in range(3, 6):
             assert tokens(ask(running, number)) == right[number]
@@ -101,7 +93,7 @@ def test_damage_is_found_where_everybody_else_has_the_beginning_itself(model: st
         [prefill] = running.prefill
         # What it draws nobody can know to be wrong yet.
         ask(running, 2)
-        until(lambda: prefill.metric("pdmesh_kv_damaged_blocks_total") > 0)
+        until(lambda: prefill.metric("pdmesh_kv_damaged_blocks_total") > 0, 20)
         for number in range(3, 6):
             assert tokens(ask(running, number)) == right[number]
 
@@ -115,11 +107,11 @@ def test_nothing_that_was_computed_behind_damage_gets_into_the_tier(model: str) 
         reset(decode)
         before = stored(decode, "accepted")
         assert tokens(ask(running, 1)) == right[1]
-        until(lambda: stored(decode, "accepted") >= before + 9)
+        until(lambda: stored(decode, "accepted") >= before + 9, 20)
         assert damage_pool(decode) > 0
         # What it draws from them nobody can know to be wrong yet.
         ask(running, 2)
-        until(lambda: stored(decode, "damaged") > 0)
+        until(lambda: stored(decode, "damaged") > 0, 20)
         assert decode.metric("pdmesh_kv_damaged_blocks_total") > 0
         # Of its beginning the tier has what is right.
         assert tokens(ask(running, 2)) == right[2]
