@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.errors import PeerUnavailable, TransferFailed
+from pdmesh.errors import DamagedKV, PeerUnavailable, TransferFailed
 from support.fake_engine import Behaviour, FakeEngine, expected_tokens
 from support.fake_mesh import PROMPT, FakeMesh, fake_mesh, token_request, tokens_of, until
 
@@ -154,6 +154,32 @@ def test_why_a_used_leg_could_not_fetch_is_told_where_there_is_no_ticket_any_mor
             assert tokens_of(await serving) == expected_tokens(PROMPT, 8)
             assert [bool(each.ticket or each.awaits) for each in decode.requests] == [True, False]
             assert request.trace.fallbacks == ["decode:expired", "no_ticket"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_used_leg_that_finds_the_kv_damaged_has_its_token_drawn_again(is_wrong: bool) -> None:
+    """It passed for one that had waited in vain, and the next leg went on behind the token, wrong or not."""
+
+    async def scenario() -> None:
+        hold, corrupt = asyncio.Event(), TransferFailed("the KV of this request could not be fetched: corrupt")
+        prefill = awaiting("prefill", behaviour=Behaviour(wrong_prefill=is_wrong))
+        decode = awaiting("decode", behaviour=Behaviour(hold=hold, fail_after_hold=corrupt))
+        async with fake_mesh(prefill, decode) as mesh:
+            serving = asyncio.create_task(mesh.collect(token_request()))
+            await until(lambda: ends(mesh) == {"used": 1})
+            hold.set()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            decode.behaviour.fail_after_hold = None
+            if is_wrong:
+                with pytest.raises(DamagedKV):
+                    await serving
+            else:
+                assert tokens_of(await serving) == expected_tokens(PROMPT, 8)
+            assert [bool(each.ticket or each.awaits or each.emitted) for each in decode.requests] == [True, False]
+            await until(lambda: not prefill.offers.open)
 
     asyncio.run(scenario())
 

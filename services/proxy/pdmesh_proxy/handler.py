@@ -280,7 +280,9 @@ class MeshGenerator(Generator):
             # Nobody failed. The engine that gave it up may be the one that takes it again.
             run.hand_back()
             return
-        if run.waited_in_vain and isinstance(error, TransferFailed | HandshakeRefused):
+        is_hand_over = isinstance(error, TransferFailed | HandshakeRefused)
+        is_corrupt = isinstance(error, TransferFailed) and error.is_corrupt
+        if run.waited_in_vain and is_hand_over and not is_corrupt:
             # Decode is asked with the ticket: then its own policy says what becomes of KV that is not to be had.
             self._metrics.early_legs.labels(EarlyEnd.FAILED).inc()
             if run.offer is None or not run.offer.live:
@@ -297,9 +299,9 @@ class MeshGenerator(Generator):
         self._metrics.retries.labels(error.code).inc()
         run.trace.fallbacks.append(f"{kind}:{error.code}")
         log.warning("%s leg on %s failed, going on elsewhere: %s", kind, engine.engine_id, error.message)
-        if kind is LegKind.DECODE and isinstance(error, TransferFailed | HandshakeRefused):
+        if kind is LegKind.DECODE and is_hand_over:
             # The engine is well, the hand-over was not: it may compute the prompt itself.
-            if isinstance(error, TransferFailed) and error.is_corrupt:
+            if is_corrupt:
                 run.doubts.doubt(run.emitted, run.unfinished)
             run.release_offer()
         else:
