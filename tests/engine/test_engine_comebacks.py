@@ -18,7 +18,7 @@ from pdmesh.engine.messages import (
 )
 from pdmesh.protocol.messages import GroupBlocks, KVSource
 from pdmesh.security import MeshSecret
-from support.core_harness import CoreHarness
+from support.core_harness import CoreHarness, make_add
 from support.fake_backend import expected_tokens
 
 SECRET = MeshSecret("x" * 32)
@@ -182,6 +182,28 @@ def test_computing_again_is_cut_so_that_others_do_not_stand_still() -> None:
             server.decode.scheduler.update(schedule, server.decode.runner.run(schedule.plan))
     assert not state.requests
     assert 1 < longest <= 4
+
+
+@pytest.mark.parametrize("is_doubted", [True, False])
+def test_one_whose_tokens_are_in_doubt_draws_them_again_itself(is_doubted: bool) -> None:
+    """It could be handed back to the proxy, which knew of no doubt, and have others go on behind a wrong token."""
+    core = make_core("d@1", max_num_batched_tokens=8)
+    first = expected_tokens(B, 1)
+    core.scheduler.add(make_add(B, emitted=[[first[0] ^ is_doubted]], may_refetch=True, max_tokens=NUM_TOKENS))
+    state = core.scheduler.state
+    lead = state.requests["r"].lead
+    if is_doubted:
+        # As when its pull has come back damaged.
+        state.waiting.remove(lead)
+        lead.doubt(len(B))
+        state.waiting.push(lead)
+    core.step()
+    state.preempt(lead)
+    core.run()
+    assert len([need for output in core.outputs for need in output.needs]) == (not is_doubted)
+    if is_doubted:
+        [delta] = core.deltas_of()
+        assert (delta.error_code, delta.token_ids) == ("DamagedKV", [])
 
 
 def test_the_tier_is_told_of_computed_fetched_and_generated_blocks_while_they_are_held() -> None:

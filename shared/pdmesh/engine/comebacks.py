@@ -30,6 +30,8 @@ class Comebacks:
             comeback is not None
             and not comeback.is_settled
             and sequence.request.may_refetch
+            # Who is asked may hand it back, and nobody else would draw the tokens again that are in doubt.
+            and not sequence.doubted
             and least > 0
             and not sequence.wants_prompt_logprobs
             and sequence.num_tokens - hit.num_tokens >= least
