@@ -32,7 +32,7 @@ class CpuLibraryHook(BuildHookInterface[Any]):
         library = Path(self._folder) / builder.LIBRARY
         built = Path(self.root) / "kernels" / PACKAGE / builder.LIBRARY
         try:
-            if builder.is_current(built) and _loads(built):
+            if builder.is_current(built) and builder.is_whole(built) and _loads(built):
                 shutil.copyfile(built, library)
             else:
                 builder.build(library)

@@ -90,6 +90,20 @@ def test_it_is_refused_before_a_core_is_started() -> None:
         asyncio.run(check_engine(config))
 
 
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_more_threads_than_cores_are_told_of(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sixty-four threads in a container of two cores took three times as long, and nothing said why."""
+    monkeypatch.setattr("pdmesh.engine.server.preflight.usable_cores", lambda: 2)
+    config = EngineConfig(
+        model="none-such", cpu_threads=num_threads, secret="a secret of this test", port=0, grpc_port=0
+    )
+    with pytest.raises(ConfigError, match="none-such"):
+        asyncio.run(check_engine(config))
+    assert ("3 compute threads are more than the cores" in caplog.text) == (num_threads == 3)
+
+
 def test_the_library_gets_one_thread_per_core_and_the_first_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     before, own = set(library_threads()), niceness_of(0)
     with closing(CpuBackend(len(CORES), cores=CORES, niceness=2)) as backend:

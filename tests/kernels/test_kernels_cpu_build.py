@@ -88,6 +88,21 @@ def test_compiler_that_fails_is_named_with_its_words(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_more_compilers_than_cores_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes up to half a GB: a container of two cores on a large machine ran as many as that one has cores."""
+    needs_compiler()
+    log, slow = tmp_path / "log", tmp_path / "slow"
+    slow.write_text(f"#!/bin/sh\necho begin >> {log}; sleep 0.02; echo end >> {log}\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    (tmp_path / "made").mkdir()
+    build.build(tmp_path / "made" / "x.so")
+    lines = log.read_text().split()
+    assert lines == ["begin", "end"] * (len(lines) // 2)
+    assert len(lines) > 8
+
+
 def test_library_is_current_only_for_its_own_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = tmp_path / "src"
     sources.mkdir()
@@ -126,6 +141,18 @@ def test_wheel_takes_the_library_that_is_there(tmp_path: Path) -> None:
     done = run_build(tree, tmp_path / "dist", "wheel", CXX="/bin/false", PDMESH_CPU_LIBRARY="required")
     assert done.returncode == 0, done.stderr
     assert_wheel_has_a_library(tmp_path)
+
+
+def test_wheel_takes_no_library_that_is_cut_off(tmp_path: Path) -> None:
+    needs_compiler()
+    tree = copy_of_tree(tmp_path)
+    built = tree / "kernels" / IN_WHEEL
+    shutil.copy(library.load().path, built)
+    os.truncate(built, built.stat().st_size - 4096)
+    assert build.is_current(built)
+    done = run_build(tree, tmp_path / "dist", "wheel", CXX="/bin/false", PDMESH_CPU_LIBRARY="required")
+    assert done.returncode != 0
+    assert "/bin/false failed on" in done.stderr + done.stdout
 
 
 @pytest.mark.full

@@ -340,6 +340,18 @@ def test_stuck_writer_is_not_waited_for_forever(path: Path, monkeypatch: pytest.
         stuck.communicate()
 
 
+def test_a_pipe_in_its_place_is_not_read(path: Path) -> None:
+    """An engine waited for somebody to write into it, and so did those that made room."""
+    path.parent.mkdir(mode=0o700)
+    other = path.with_name("other.weights")
+    for pipe in (path, other):
+        os.mkfifo(pipe, 0o600)
+        os.utime(pipe, (0, 0))
+    assert_filled(create(path))
+    assert path.is_file()
+    assert not other.exists()
+
+
 def test_who_waits_for_another_writer_shows_that_it_lives(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server gives up a core that says nothing for half as long as another one may pack."""
     monkeypatch.setattr(weight_folder, "_SIGN_OF_LIFE_S", 0.0)

@@ -1,7 +1,9 @@
 """Packed weights and their cache: what is in the checkpoint is what is served, and torch is left as it was."""
 
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from pdmesh.models import cpu_weights
 from pdmesh.models.checkpoint import open_checkpoint
 from pdmesh.models.cpu_weights import load_cpu_weights
 from pdmesh.models.fingerprint import fingerprints
 from pdmesh.models.weight_formats import Quantization
 from pdmesh_kernels.cpu import packing
 from pdmesh_kernels.cpu.library import load
-from pdmesh_kernels.cpu.packing import unpack_row
+from pdmesh_kernels.cpu.packing import PackedWeight, unpack_row
 from support.tiny_models import make_tiny
 
 TABLE = "model.embed_tokens"
@@ -28,13 +31,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "weights"
 
 
-def start(folder: Path, row: int) -> tuple[str, NDArray[np.float32]]:
+def start(folder: Path, row: int, num_threads: int = 2) -> tuple[str, NDArray[np.float32]]:
     """Load as an engine does; return the fingerprint and a row of the table of the vocabulary."""
     library = load()
     with open_checkpoint(str(folder)) as checkpoint:
         name = fingerprints(checkpoint.config, checkpoint.reader.stored_regions(), "float32").model
         loaded = load_cpu_weights(
-            library, checkpoint.config, checkpoint.reader, "float32", Quantization.NONE, name, 2, lambda _: None
+            library,
+            checkpoint.config,
+            checkpoint.reader,
+            "float32",
+            Quantization.NONE,
+            name,
+            num_threads,
+            lambda _: None,
         )
     try:
         return name, unpack_row(library, loaded.weights[loaded.plan.embedding.name], row).copy()
@@ -90,6 +100,25 @@ def test_other_formats_are_packed_anew(tmp_path: Path, monkeypatch: pytest.Monke
             )
         assert loaded.weights["layers.0.down"].group == group
         loaded.file.close()
+
+
+def test_many_threads_do_not_pack_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many as a large machine has cores, a large model was in memory three times over."""
+    original, active, most = cpu_weights.pack_projection, [0], [0]
+
+    def pack(*args: Any) -> PackedWeight:
+        active[0] += 1
+        most[0] = max(most[0], active[0])
+        time.sleep(0.02)
+        try:
+            return original(*args)
+        finally:
+            active[0] -= 1
+
+    monkeypatch.setattr(cpu_weights, "MAX_PACKING_THREADS", 2)
+    monkeypatch.setattr(cpu_weights, "pack_projection", pack)
+    start(make_tiny("llama_tied", tmp_path / "model"), 0, num_threads=8)
+    assert most[0] == 2
 
 
 def test_packing_leaves_torch_its_threads(tmp_path: Path) -> None:

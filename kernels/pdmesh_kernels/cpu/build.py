@@ -34,6 +34,8 @@ ISA_FLAGS = {
 """Translation unit -> the flags that the others must not have."""
 PACKING_SOURCES = ("kernels.h", "pack.cpp", "pack_quantised.cpp", "quantised_panels.h", "half.h")
 COMPILE_TIMEOUT_S = 300
+MAX_COMPILERS = 8
+"""At a time: each takes up to half a GB."""
 # Of 64-bit ELF files: where the section table begins, and further behind how large an entry is and how many there are.
 _SECTIONS = struct.Struct("<40xQ10xHH")
 
@@ -109,7 +111,7 @@ def build(target: Path, extra_flags: tuple[str, ...] = ()) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pdmesh-build-") as folder:
         units = sorted(SOURCES.glob("*.cpp"))
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
+        with ThreadPoolExecutor(min(MAX_COMPILERS, len(os.sched_getaffinity(0)))) as threads:
             objects = list(threads.map(lambda unit: _compile(cxx, unit, Path(folder), extra_flags), units))
         descriptor, linked = tempfile.mkstemp(dir=target.parent, prefix=_unfinished(target), suffix=".so")
         os.close(descriptor)

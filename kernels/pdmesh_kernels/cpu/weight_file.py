@@ -12,6 +12,7 @@ import json
 import logging
 import mmap
 import os
+import stat
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -121,7 +122,8 @@ def open_weight_file(path: Path | None, key: str) -> WeightFile | None:
     if path is None:
         return None
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # A pipe of that name would be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     except OSError as exc:
@@ -248,6 +250,8 @@ def _fill(file: WeightFile, fill: Callable[[WeightFile], None], temporary: Path,
 
 def _open(path: Path, key: str, descriptor: int) -> WeightFile:
     status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no file")
     if not is_ours(status):
         raise ValueError("it belongs to another user")
     if not hold(descriptor) or not is_unchanged(path, descriptor):

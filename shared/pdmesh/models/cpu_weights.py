@@ -21,6 +21,8 @@ from pdmesh_kernels.cpu.weight_file import Entry, EntryMeta, WeightFile, create_
 from pdmesh_kernels.cpu.weight_folder import weight_path
 
 FLOAT_BYTES = 4
+MAX_PACKING_THREADS = 16
+"""Each holds a projection in float32 beside its packed form, which for large models is GBs; memory is as fast as fewer are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def _fill(
     num_threads: int,
     report: Callable[[float], None],
 ) -> None:
-    """Pack everything, one projection per thread and time."""
+    """Pack everything, one projection per thread and time, by `num_threads` or what memory is for."""
     import torch
 
     def pack(projection: Projection) -> int:
@@ -132,7 +134,7 @@ def _fill(
     total = sum(file.array(each.name).nbytes for each in projections)
     done = 0
     num_torch_threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(min(num_threads, MAX_PACKING_THREADS), initializer=torch.set_num_threads, initargs=(1,))
     try:
         for future in as_completed([pool.submit(pack, each) for each in projections]):
             done += future.result()

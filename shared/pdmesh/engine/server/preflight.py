@@ -10,6 +10,7 @@ from pdmesh.connector.options import unused_options
 from pdmesh.connector.registry import check_installed
 from pdmesh.engine.batch_defaults import DeviceInfo, check_batch
 from pdmesh.engine.compute_threads import resolve_threads
+from pdmesh.engine.host_memory import usable_cores
 from pdmesh.engine.kv_events_config import check_addresses, kv_events_config
 from pdmesh.engine.kv_transfer_config import kv_transfer_lines, resolve_kv_transfer
 from pdmesh.engine.logits_processors import ENTRY_POINT_GROUP
@@ -36,7 +37,13 @@ async def check_engine(config: EngineConfig, role: Role = "both") -> None:
         log.info("%s", line)
     MeshSecret.load(config)
     check_installed(config.connector)
-    resolve_threads(config)
+    num_threads, num_cores = resolve_threads(config).count, usable_cores()
+    if num_threads > num_cores:
+        log.warning(
+            "%d compute threads are more than the cores that this process may use, which are %d: each step takes longer for it",
+            num_threads,
+            num_cores,
+        )
     check_processors(config.logits_processors)
     # Every backend there is computes on CPUs.
     check_batch(config, DeviceInfo(), offline=False, max_model_len=config.max_model_len or 1)
