@@ -157,7 +157,7 @@ class Machine(RuleBasedStateMachine):
         self.world.now += seconds
 
     @precondition(lambda self: self.world.pulls)
-    @rule(which=st.integers(0, 1 << 16), reason=st.sampled_from(["", "", "stale", "peer_lost"]))
+    @rule(which=st.integers(0, 1 << 16), reason=st.sampled_from(["", "", "stale", "corrupt", "peer_lost"]))
     def end_pull(self, which: int, reason: str) -> None:
         transfer_id = _pick(sorted(self.world.pulls), which)
         if self.world.can_end_pull(transfer_id):
@@ -249,6 +249,47 @@ def test_who_comes_late_joins_a_plan_that_has_not_begun(windows: tuple[int, ...]
         world.finish()
         num_extended += world.num_extended
     assert num_extended > 50
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_tokens_in_doubt_are_drawn_again_whatever_happens_meanwhile(is_async: bool) -> None:
+    """Chance alone seldom damages what a resumed request pulls, so here it often is: nobody is told a token twice, or without one."""
+    num_in_doubt = 0
+    for seed in range(40):
+        pick = random.Random(seed)
+        world = World(WorldConfig(is_async=is_async, num_blocks=pick.choice([16, 24, 40]), budget=pick.choice([5, 40])))
+        for _ in range(60):
+            event = pick.random()
+            if event < 0.2:
+                max_tokens = pick.randint(2, 8)
+                world.add(
+                    Wish(
+                        prompt=[2 + (7 * pick.randrange(3) + index) % 90 for index in range(pick.randint(1, 14))],
+                        n=pick.choice([1, 1, 3]),
+                        max_tokens=max_tokens,
+                        emitted=pick.randint(1, max_tokens - 1),
+                        eos_at=pick.choice([-1, -1, 8]),
+                        prefill_only=pick.random() < 0.2,
+                        logprobs=pick.random() < 0.5,
+                        source="peer",
+                    )
+                )
+            elif event < 0.25 and world.open:
+                world.abort(*pick.choice(sorted(world.open)))
+            elif event < 0.3 and world.state.running:
+                world.preempt(pick.choice(world.state.running))
+            elif event < 0.35 and world.needs:
+                world.answer(pick.choice(world.needs), "none")
+            elif event < 0.5:
+                for transfer_id in [each for each in world.pulls if world.can_end_pull(each)]:
+                    world.end_pull(transfer_id, pick.choice(["corrupt", "corrupt", ""]))
+            elif event < 0.75:
+                world.plan()
+            else:
+                world.end_step()
+            num_in_doubt += sum(bool(each.doubted) for each in world.state.running)
+        world.finish()
+    assert num_in_doubt > 1000
 
 
 def test_copies_of_a_step_that_crashed_are_not_trusted() -> None:

@@ -157,5 +157,10 @@ def make_source(
         ids = [group * BLOCKS_PER_GROUP + place for place in range(first, num_blocks)]
         blocks.append(GroupBlocks(group=group, block_ids=ids, generations=[1] * len(ids), first_block=first))
     return KVSource(
-        transfer_id=transfer_id, peer_id="p@1", groups=blocks, num_tokens=num_tokens, fail_policy=fail_policy
+        transfer_id=transfer_id,
+        peer_id="p@1",
+        groups=blocks,
+        num_tokens=num_tokens,
+        fail_policy=fail_policy,
+        offer_id="theirs",
     )
