@@ -253,7 +253,7 @@ def test_who_comes_late_joins_a_plan_that_has_not_begun(windows: tuple[int, ...]
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_tokens_in_doubt_are_drawn_again_whatever_happens_meanwhile(is_async: bool) -> None:
-    """Chance alone seldom damages what a resumed request pulls, so here it often is: nobody is told a token twice, or without one."""
+    """Chance alone seldom damages what a resumed request pulls; here it often is, and nobody is told a token twice."""
     num_in_doubt = 0
     for seed in range(40):
         pick = random.Random(seed)
