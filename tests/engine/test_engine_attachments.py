@@ -246,7 +246,7 @@ def test_a_pull_that_begins_while_its_connection_is_made_anew_is_one_of_the_new_
     for use in Use:
         scene.links.disconnect("p", use)
     assert not len(scene.links._attachments)
-    assert not len(scene.links._detours)
+    assert not len(scene.links._journeys)
 
 
 @pytest.mark.parametrize(

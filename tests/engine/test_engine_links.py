@@ -35,7 +35,7 @@ def test_peers_that_went_leave_nothing(when: str) -> None:
             links.disconnect(str(number))
         assert connector.connected == set()
         assert not len(links._attachments)
-        assert not len(links._detours)
+        assert not len(links._journeys)
     finally:
         links.close()
 

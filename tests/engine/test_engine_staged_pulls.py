@@ -15,7 +15,8 @@ from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool
 from pdmesh.connector.staging import NUM_LANES, PAGE_BYTES, Lane, StagingArea
 from pdmesh.engine import conversion
 from pdmesh.engine.conversion import ConvertingPull, GroupPart
-from pdmesh.engine.staged_pulls import MAX_PIECES_PER_PEER, MAX_PIECES_PER_PULL, StagedEnd, StagedPulls
+from pdmesh.engine.journeys import EndedPull
+from pdmesh.engine.staged_pulls import MAX_PIECES_PER_PEER, MAX_PIECES_PER_PULL, StagedPulls
 from pdmesh.protocol.layout import Layout
 
 
@@ -70,9 +71,9 @@ class Scene:
         result = PullResult(transfer_id=pull.transfer_id, reason=reason, num_bytes=num_bytes, duration_s=0.0)
         self.staged.piece_ended(result, "shm")
 
-    def until_ended(self, count: int = 1) -> list[StagedEnd]:
+    def until_ended(self, count: int = 1) -> list[EndedPull]:
         """As the core's loop does: sleep on the descriptor, and carry out whatever pieces are asked for meanwhile."""
-        ended: list[StagedEnd] = []
+        ended: list[EndedPull] = []
         deadline_s = time.monotonic() + 10
         while len(ended) < count:
             readable, _, _ = select.select([self.staged.fileno()], [], [], deadline_s - time.monotonic())
@@ -93,7 +94,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 def test_pieces_are_converted_to_where_they_belong(scene: Scene) -> None:
     scene.start("t")
     num_pieces = 0
-    ended: list[StagedEnd] = []
+    ended: list[EndedPull] = []
     while not ended:
         for pull in list(scene.pulls):
             assert pull.generations == [7, 7]

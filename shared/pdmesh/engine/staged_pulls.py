@@ -20,6 +20,7 @@ from pdmesh.connector.base import Pull, PullResult
 from pdmesh.connector.pool import KVPool
 from pdmesh.connector.staging import NUM_LANES, Lane, StagingArea
 from pdmesh.engine.conversion import ConvertingPull, Piece, pieces_of
+from pdmesh.engine.journeys import EndedPull
 from pdmesh.errors import MeshError
 from pdmesh.models.kv_convert import convert
 
@@ -79,14 +80,6 @@ class _Conversion:
     lane: Lane
 
 
-@dataclass(frozen=True, slots=True)
-class StagedEnd:
-    """How a converting pull ended, and over which connector."""
-
-    result: PullResult
-    connector: str
-
-
 class StagedPulls:
     """The converting pulls of one core. `start` and `cancel` are those of plain pulls; not thread-safe but for the thread."""
 
@@ -99,7 +92,7 @@ class StagedPulls:
         self._by_piece: dict[str, tuple[_Transfer, Piece]] = {}
         self._lanes = list(range(NUM_LANES))
         """Free ones."""
-        self._ended: list[StagedEnd] = []
+        self._ended: list[EndedPull] = []
         self._tasks: queue.SimpleQueue[_Conversion | _Order] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         """Ids of pieces' pulls, and why they could not be converted: empty when they were."""
@@ -159,7 +152,7 @@ class StagedPulls:
             self._tasks.put(_Conversion(result.transfer_id, piece, transfer.open[result.transfer_id]))
         self._advance()
 
-    def poll(self) -> list[StagedEnd]:
+    def poll(self) -> list[EndedPull]:
         """Return the transfers that ended since the last call; never blocks."""
         try:
             os.eventfd_read(self._wake_fd)
@@ -265,7 +258,7 @@ class StagedPulls:
             duration_s=time.monotonic() - transfer.started_s,
             damaged=tuple(sorted(transfer.damaged)),
         )
-        self._ended.append(StagedEnd(result, transfer.connector))
+        self._ended.append(EndedPull(result, transfer.connector))
         os.eventfd_write(self._wake_fd, 1)
 
     def _work(self) -> None:
