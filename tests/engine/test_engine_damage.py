@@ -43,6 +43,25 @@ def test_who_holds_damaged_kv_ends_and_may_go_on_elsewhere_unless_a_token_is_out
     assert core.tokens("again") == expected_tokens(prompt, 8)
 
 
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_who_has_lost_damaged_kv_since_ends_if_a_token_is_out(num_steps: int) -> None:
+    """A preempted request held none of it any more, and went on behind tokens that were drawn from it."""
+    core = CoreHarness(max_num_batched_tokens=8)
+    prompt = random_prompt(20)
+    core.scheduler.add(make_add(prompt, "r", max_tokens=8))
+    for _ in range(num_steps):
+        core.step()
+    damaged = held(core, "r")
+    core.scheduler.state.preempt(core.scheduler.state.requests["r"].lead)
+    core.send(ResetPrefixCache(number=1, damaged=[damaged]))
+    core.run()
+    if num_steps == 1:
+        assert core.tokens("r") == expected_tokens(prompt, 8)
+    else:
+        assert core.deltas_of("r")[-1].error_code == "DamagedKV"
+    assert core.num_used == 0
+
+
 def test_who_holds_what_has_come_in_its_place_goes_on() -> None:
     core = CoreHarness(max_num_batched_tokens=8)
     prompt = random_prompt(20)

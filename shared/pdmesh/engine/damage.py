@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from pdmesh.engine.engine_state import EngineState
 from pdmesh.engine.plan import NO_BLOCK
-from pdmesh.engine.request import Request
+from pdmesh.engine.request import Request, Sequence
 from pdmesh.errors import DamagedKV, EngineFault, MeshError
 from pdmesh.protocol.messages import GroupBlocks
 
@@ -12,18 +12,21 @@ WHAT = "KV in this engine's memory is not what was computed"
 
 
 def readers(state: EngineState, damaged: Iterable[GroupBlocks]) -> list[Request]:
-    """Return the live requests that hold one of the blocks, those left out that have other content by now."""
-    block_ids: set[int] = set()
+    """Return the live requests that hold one of the blocks, or did when they drew what is out; not those that hold it with other
+    content by now.
+    """
+    words: dict[int, int] = {}
     for blocks in damaged:
-        now = state.kv.generations_of(blocks.block_ids)
-        told = zip(blocks.block_ids, blocks.generations, now, strict=True)
-        block_ids |= {block_id for block_id, before, after in told if before == after and block_id != NO_BLOCK}
-    if not block_ids:
+        words.update(zip(blocks.block_ids, blocks.generations, strict=True))
+    words.pop(NO_BLOCK, None)
+    if not words:
         return []
+    now = state.kv.generations_of(list(words))
+    block_ids = {block_id for (block_id, told), found in zip(words.items(), now, strict=True) if told == found}
     return [
         request
         for request in state.requests.values()
-        if any(not block_ids.isdisjoint(table) for each in request.sequences.values() for table in each.blocks)
+        if any(_rests_on(each, words, block_ids) for each in request.sequences.values())
     ]
 
 
@@ -41,3 +44,8 @@ def token_error(wanted: int, token_id: int) -> MeshError:
     return DamagedKV(
         f"a token that was given out ({wanted}) was drawn from damaged KV: from KV computed anew it is {token_id}"
     )
+
+
+def _rests_on(sequence: Sequence, words: dict[int, int], block_ids: set[int]) -> bool:
+    is_held = any(not block_ids.isdisjoint(table) for table in sequence.blocks)
+    return is_held or any(words.get(block_id) == word for block_id, word in sequence.lost_blocks.items())

@@ -123,6 +123,9 @@ class EngineState:
             self._stop_running(sequence)
         else:
             self.waiting.remove(sequence)
+        if sequence.has_reported or sequence.unsent_token_ids:
+            for blocks in self.kv.describe(sequence.blocks):
+                sequence.lost_blocks.update(zip(blocks.block_ids, blocks.generations, strict=True))
         self.kv.release(sequence)
         self.waiting.push(sequence)
         self.counters.num_preemptions += 1

@@ -138,6 +138,7 @@ class Sequence:
         "keys",
         "kv_bytes",
         "kv_source",
+        "lost_blocks",
         "may_register",
         "news",
         "num_computed",
@@ -206,6 +207,8 @@ class Sequence:
         """Set while it waits for its turn after a preemption."""
         self.recompute_end = 0
         """Tokens that it had when it began to compute again what a preemption took."""
+        self.lost_blocks: dict[int, int] = {}
+        """Blocks that preemptions have taken after tokens were out, and their generations: those tokens rest on them."""
         self.news = ""
         """`kv_source` of its next delta, when something happened to it."""
         self.has_reported = False
