@@ -11,8 +11,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from pdmesh.errors import ConfigError
 from pdmesh.models import cpu_weights
 from pdmesh.models.checkpoint import open_checkpoint
+from pdmesh.models.content_digest import FileStates
 from pdmesh.models.cpu_weights import load_cpu_weights
 from pdmesh.models.fingerprint import fingerprints
 from pdmesh.models.weight_formats import Quantization
@@ -35,6 +37,7 @@ def start(folder: Path, row: int, num_threads: int = 2) -> tuple[str, NDArray[np
     """Load as an engine does; return the fingerprint and a row of the table of the vocabulary."""
     library = load()
     with open_checkpoint(str(folder)) as checkpoint:
+        states = FileStates(checkpoint.reader.stored_regions())
         name = fingerprints(checkpoint.config, checkpoint.reader.stored_regions(), "float32").model
         loaded = load_cpu_weights(
             library,
@@ -45,6 +48,7 @@ def start(folder: Path, row: int, num_threads: int = 2) -> tuple[str, NDArray[np
             name,
             num_threads,
             lambda _: None,
+            states.check,
         )
     try:
         return name, unpack_row(library, loaded.weights[loaded.plan.embedding.name], row).copy()
@@ -72,6 +76,33 @@ def test_a_checkpoint_edited_in_place_is_packed_anew(tmp_path: Path, cache: Path
     assert len(list(cache.glob("*.weights"))) == 2
 
 
+@pytest.mark.parametrize("how", ["written over", "replaced", "gone"])
+def test_a_checkpoint_that_changes_while_it_is_packed_is_no_other_one(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What was packed of the new one had the name of the old one, and served it for ever when that came back."""
+    folder, original = make_tiny("llama_tied", tmp_path / "model"), cpu_weights.pack_projection
+    other = make_tiny("llama_tied", tmp_path / "other", seed=1) / "model.safetensors"
+    file = folder / "model.safetensors"
+    os.utime(file, ns=(0, 0))
+
+    def change(*args: Any) -> PackedWeight:
+        monkeypatch.setattr(cpu_weights, "pack_projection", original)
+        packed = original(*args)
+        if how == "written over":
+            file.write_bytes(other.read_bytes())
+        elif how == "replaced":
+            other.rename(file)
+        else:
+            file.unlink()
+        return packed
+
+    monkeypatch.setattr(cpu_weights, "pack_projection", change)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: has (changed|gone) while it was read"):
+        start(folder, 0, num_threads=1)
+    assert not list(cache.glob("*.weights"))
+
+
 def test_other_code_packs_anew(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same weights, read or fused by another version, had the same name: what the old one had made was served."""
     folder = make_tiny("llama_tied", tmp_path / "model")
@@ -97,6 +128,7 @@ def test_other_formats_are_packed_anew(tmp_path: Path, monkeypatch: pytest.Monke
                 "name",
                 1,
                 lambda _: None,
+                lambda: None,
             )
         assert loaded.weights["layers.0.down"].group == group
         loaded.file.close()

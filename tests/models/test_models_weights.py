@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from pdmesh.engine.backend import ProgressCallback
 from pdmesh.engine.torch_backend import TorchBackend
 from pdmesh.errors import ConfigError
+from pdmesh.models import loading
 from pdmesh.models.kv_layout import KVLayout
 from pdmesh.models.loading import LoadedModel, load_model
 from support.sequences import LoadedBackend, Sequence
@@ -203,3 +204,17 @@ def test_progress_rises_to_one_and_repeats_nothing(tmp_path: Path) -> None:
     fractions = [fraction for _, fraction in recorder.calls]
     assert fractions == sorted(set(fractions))
     assert fractions[-1] == 1.0
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights were the old ones and its name the new ones', and engines of those took its KV."""
+    folder = make_tiny("llama", tmp_path / "model")
+    original = loading.fill
+
+    def fill(*args: Any) -> None:
+        original(*args)
+        edit(folder, model__norm__weight=np.ones(64, dtype=np.float32))
+
+    monkeypatch.setattr(loading, "fill", fill)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: has changed while it was read"):
+        load(folder)

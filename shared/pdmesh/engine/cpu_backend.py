@@ -14,6 +14,7 @@ from pdmesh.engine.step_logits import StepLogits
 from pdmesh.errors import ConfigError
 from pdmesh.models.checkpoint import open_checkpoint
 from pdmesh.models.checkpoint_quantization import already_quantised
+from pdmesh.models.content_digest import FileStates
 from pdmesh.models.cpu_program import CpuProgram
 from pdmesh.models.cpu_weights import CpuWeights, load_cpu_weights
 from pdmesh.models.fingerprint import fingerprints, with_kv_cache
@@ -88,6 +89,7 @@ class CpuBackend(Backend):
             if self._quantization is not Quantization.NONE and checkpoint.reader.is_quantised:
                 raise already_quantised(model, self._quantization.value)
             quantization = "" if self._quantization is Quantization.NONE else self._quantization.value
+            states = FileStates(checkpoint.reader.stored_regions())
             names = fingerprints(config, checkpoint.reader.stored_regions(), dtype_name, quantization)
             self._weights = load_cpu_weights(
                 self._library,
@@ -98,6 +100,7 @@ class CpuBackend(Backend):
                 names.model,
                 self._pool.num_threads,
                 progress.of_weights(),
+                states.check,
                 # Or the server would take a core that waits for another's for one that hangs.
                 lambda: progress(WAITING_STAGE, 0.0),
             )

@@ -9,10 +9,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from pdmesh.errors import ConfigError
 from pdmesh.models.weights import TensorRegion
 from pdmesh_kernels.cpu.library import cache_folder, is_ours
 
@@ -27,6 +28,24 @@ MAX_REMEMBERED = 256
 """Digests in the cache; those that were asked for longest ago go."""
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4 << 10
+
+
+class FileStates:
+    """What a checkpoint's files were before they were read: what is made of them has to be of those that were digested."""
+
+    def __init__(self, regions: Iterable[TensorRegion]) -> None:
+        self._regions = list(regions)
+        self._told = _told(_states(self._regions))
+
+    def check(self) -> None:
+        """Raise ConfigError when a file is another since."""
+        try:
+            now = _told(_states(self._regions))
+        except OSError as exc:
+            raise ConfigError(f"{exc.filename}: has gone while it was read") from exc
+        for before, after in zip(self._told, now, strict=True):
+            if before != after:
+                raise ConfigError(f"{before[0]}: has changed while it was read; start again when it is whole")
 
 
 def content_digest(regions: Sequence[TensorRegion]) -> str:

@@ -46,10 +46,11 @@ def load_cpu_weights(
     fingerprint: str,
     num_threads: int,
     report: Callable[[float], None],
+    check_source: Callable[[], None],
     on_wait: Callable[[], None] = lambda: None,
 ) -> CpuWeights:
-    """Map the packed weights, made now by `num_threads` where the cache has none. `report` gets the fraction done; `on_wait` is
-    called from time to time while another process makes them.
+    """Map the packed weights, made now by `num_threads` where the cache has none. `report` gets the fraction done; what was
+    made counts when `check_source` does not raise then; `on_wait` is called from time to time while another process makes them.
 
     Torch is imported only to make them, and for AWQ and GPTQ, whose scales decide what they are kept as. Raises ConfigError.
     """
@@ -66,13 +67,12 @@ def load_cpu_weights(
     path = weight_path(key)
     file = open_weight_file(path, key)
     if file is None:
-        file = create_weight_file(
-            path,
-            key,
-            entries,
-            lambda made: _fill(library, reader, plan, choices, config, made, num_threads, report),
-            on_wait,
-        )
+
+        def fill(made: WeightFile) -> None:
+            _fill(library, reader, plan, choices, config, made, num_threads, report)
+            check_source()
+
+        file = create_weight_file(path, key, entries, fill, on_wait)
     report(1.0)
     return CpuWeights(plan, file, *_views(file))
 

@@ -8,6 +8,7 @@ import torch
 
 from pdmesh.errors import ConfigError
 from pdmesh.models.checkpoint import open_checkpoint
+from pdmesh.models.content_digest import FileStates
 from pdmesh.models.decoder import DecoderModel
 from pdmesh.models.decoder_weights import DecoderWeights
 from pdmesh.models.fingerprint import Fingerprints, fingerprints
@@ -27,6 +28,7 @@ def load_model(name: str, dtype: torch.dtype, report: Callable[[float], None]) -
     started = time.monotonic()
     with open_checkpoint(name) as checkpoint:
         config, reader = checkpoint.config, checkpoint.reader
+        states = FileStates(reader.stored_regions())
         try:
             weights = DecoderWeights(config, dtype)
             fill(weights.targets, reader, str(checkpoint.path), report)
@@ -38,4 +40,5 @@ def load_model(name: str, dtype: torch.dtype, report: Callable[[float], None]) -
                 f"{checkpoint.path}: not enough memory for the weights; use a smaller model or --dtype"
             ) from exc
         names = fingerprints(config, reader.stored_regions(), str(dtype).removeprefix("torch."))
+        states.check()
     return LoadedModel(DecoderModel(config, weights), names, checkpoint.eos_token_ids, time.monotonic() - started)
