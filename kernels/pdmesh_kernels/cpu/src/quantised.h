@@ -3,6 +3,7 @@
 #pragma once
 
 #include "int8.h"
+#include "multiply.h"
 #include "quantised_panels.h"
 #include "simd.h"
 
@@ -93,7 +94,8 @@ template <int FORMAT>
 struct GroupTiles {
     explicit GroupTiles(const pdm_weight &weight)
         : panels_(static_cast<const uint8_t *>(weight.panels)), panel_bytes_(weight.panel_bytes), group_(weight.group) {}
-    static constexpr int FEW_ROWS_BLOCK = 128, MANY_ROWS_BLOCK = 2048;
+    // By lanes each block costs some calls, and what is expanded lies in the second cache as well as in the first.
+    static constexpr int MANY_ROWS_BLOCK = 2048, FEW_ROWS_BLOCK = READS_WHOLE_TILES ? 128 : MANY_ROWS_BLOCK;
     // Of linear_fused: with more, the registers do not hold what Q8 has under way.
     static constexpr int MOST_FUSED_ROWS = FORMAT == PDM_W_Q8 ? 4 : 8;
     static constexpr bool IS_PACKED = false;
