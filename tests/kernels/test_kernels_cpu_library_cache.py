@@ -12,6 +12,7 @@ import pytest
 
 from pdmesh_kernels.cpu import build, library
 from pdmesh_kernels.cpu.library import Library, LibraryError
+from pdmesh_kernels.sample_scan import make_scanner
 
 WAIT_S = 60.0
 # Takes the lock as a build does, and is stuck in it.
@@ -94,6 +95,16 @@ def test_a_damaged_one_is_built_anew(folder: Path, builds: Builds, damage: Calla
     assert load().path == cached(folder)
     assert builds.count == 1
     assert library.find().path == cached(folder)
+
+
+def test_who_must_not_build_does_without_a_damaged_one(folder: Path, builds: Builds) -> None:
+    """It was there, and so was built anew: a start with PyTorch alone waited half a minute for a compiler."""
+    folder.mkdir()
+    shutil.copy(builds.made, cached(folder))
+    truncate(cached(folder))
+    with pytest.raises(LibraryError):
+        make_scanner(may_build=False)
+    assert builds.count == 0
 
 
 def test_code_that_others_may_have_written_is_not_run(folder: Path, builds: Builds) -> None:
