@@ -147,6 +147,15 @@ def test_a_stuck_build_is_not_waited_for_forever(folder: Path, builds: Builds, m
     assert load().path == cached(folder)
 
 
+def test_nothing_is_built_for_a_processor_that_has_none_of_it(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start on an old processor compiled for half a minute, to find out what the library in the package had said."""
+    monkeypatch.setattr(library, "PACKAGED", builds.made)
+    monkeypatch.setattr(Library, "isas", [])
+    with pytest.raises(LibraryError, match="this processor has none of AVX2"):
+        load()
+    assert builds.count == 0
+
+
 def test_the_real_one_is_whole(tmp_path: Path) -> None:
     path = shutil.copy(library.load().path, tmp_path / "x.so")
     assert build.is_whole(path)

@@ -37,6 +37,10 @@ class LibraryError(Exception):
     """There is no library, or what it was asked for was wrong; the message is for the operator."""
 
 
+class UnsupportedProcessorError(LibraryError):
+    """The library is there, and has nothing that runs here."""
+
+
 class Library:
     """The loaded library: `call` for what returns 0 or fails, `functions` for the rest."""
 
@@ -103,6 +107,9 @@ def load() -> Library:
     """Return the library; the first call may build it (half a minute of CPU). Raises LibraryError that says why there is none."""
     try:
         return find()
+    except UnsupportedProcessorError:
+        # Half a minute of compiling would end in the same.
+        raise
     except LibraryError as exc:
         packaged_error = str(exc)
     try:
@@ -120,6 +127,8 @@ def find() -> Library:
             if not SOURCES.is_dir() or library.functions.pdm_source_digest().decode() == source_digest():
                 return _checked(library)
             error = "the packaged one is older than its sources"
+        except UnsupportedProcessorError:
+            raise
         except (OSError, AttributeError, LibraryError) as exc:
             error = str(exc)
     try:
@@ -219,5 +228,5 @@ def _opened(path: Path) -> Library:
 
 def _checked(library: Library) -> Library:
     if not library.isas:
-        raise LibraryError("this processor has none of AVX2 with FMA, AVX-512, AMX")
+        raise UnsupportedProcessorError("this processor has none of AVX2 with FMA, AVX-512, AMX")
     return library
