@@ -145,6 +145,11 @@ async def _offers_end(url: str) -> None:
         (400, {"stream_options": {"include_usage": True}}),
         (404, {"model": "another"}),
         (400, {"prompt": [4, 5, 6], "kv": {"prompt_token_ids": [4, 5, 7]}}),
+        # What is wrong may be in the parameters themselves: they name the offer all the same.
+        (400, {"kv": {"tp_size": 4}}),
+        (400, {"kv": {"surprise": 1}}),
+        (400, {"kv": {"do_remote_prefill": "yes"}}),
+        (400, {"kv": {"remote_block_ids": None}}),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from pdmesh.config import HttpConfig
-from pdmesh.errors import DeadlineExceeded, InvalidRequest, NotFound
+from pdmesh.errors import DeadlineExceeded, InvalidRequest, MeshError, NotFound
 from pdmesh.openai.answer.chat import ChatAnswer
 from pdmesh.openai.answer.completion import CompletionAnswer
 from pdmesh.openai.assembly import Asked, Assembler, Kind
@@ -181,8 +181,10 @@ class Serving:
         """Tell the generator of a refused request's parameters: another engine keeps KV for it."""
         try:
             yield
-        except BaseException:
-            if body.kv_transfer_params is not None:
+        except BaseException as exc:
+            # What may be tried again, at another decode, still needs its KV.
+            is_final = not (isinstance(exc, MeshError) and exc.retryable)
+            if body.kv_transfer_params is not None and is_final:
                 self.generator.refused(body.kv_transfer_params)
             raise
 

@@ -1,7 +1,6 @@
 """This engine behind its own OpenAI port: the whole request here, or one leg of vLLM's stock prefill/decode flow."""
 
 import asyncio
-import contextlib
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
@@ -16,9 +15,9 @@ from pdmesh.engine.server.load import LoadBoard
 from pdmesh.engine.server.outputs import RETURNED
 from pdmesh.engine.server.requests import RunningRequest, Sink
 from pdmesh.engine.server.submission import StockLeg, Submission
-from pdmesh.engine.server.transfer_params import check_prompt, parse, remote_kv
+from pdmesh.engine.server.transfer_params import check_prompt, named_source, parse, remote_kv
 from pdmesh.engine.server.unread_offers import UnreadOffers
-from pdmesh.errors import Forbidden, InvalidRequest, MeshError, Overloaded, from_code
+from pdmesh.errors import Forbidden, MeshError, Overloaded, from_code
 from pdmesh.openai.generator import DIRECT, Generator, ModelCard, TokenRequest, Trace
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
 
@@ -136,12 +135,8 @@ class LocalGenerator(Generator):
         return self._params.pop(request_id, None)
 
     def refused(self, params: dict[str, object]) -> None:
-        if not self._takes_params:
-            return
-        with contextlib.suppress(InvalidRequest):
-            parsed = parse(params)
-            if parsed.do_remote_prefill:
-                self._unread.let_go(remote_kv(parsed))
+        if self._takes_params and (remote := named_source(params)) is not None:
+            self._unread.let_go(remote)
 
     def _keep_params(self, request_id: str, running: RunningRequest) -> None:
         params = self._handoff.params(running)

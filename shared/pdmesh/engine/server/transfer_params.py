@@ -96,6 +96,17 @@ def remote_kv(params: TransferParams) -> RemoteKV:
     )
 
 
+def named_source(params: Mapping[str, Any]) -> RemoteKV | None:
+    """The offer that a refused decode leg would have fetched, whatever else is wrong with its parameters; None: it names none."""
+    host, port = params.get("remote_host"), params.get("remote_port")
+    engine_id, offer_id = params.get("remote_engine_id"), params.get("remote_request_id")
+    if not params.get("do_remote_prefill") or not all(isinstance(name, str) for name in (engine_id, offer_id, host)):
+        return None
+    if type(port) is not int or not 0 < port < 65536:
+        return None
+    return RemoteKV(engine_id=engine_id, offer_id=offer_id, host=host, port=port, groups=[], num_tokens=None)  # type: ignore[arg-type]
+
+
 def offered(
     *,
     engine_id: str,
