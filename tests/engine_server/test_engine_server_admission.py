@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pdmesh.engine.messages import Stats
 from pdmesh.engine.server.assembly import Engine
+from pdmesh.engine.stats import Stats
 from pdmesh.protocol.messages import ChoiceDelta
 from support.engines import loop_thread, request, start_engines
 from support.held_engine import HeldCore, Inbox, counted, play

@@ -3,72 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
 import pytest
 
 from pdmesh.connector.peers import PeerDirectory
-from pdmesh.engine.messages import AddRequest
 from pdmesh.engine.server import open_offers
-from pdmesh.engine.server.assembly import Engine
 from pdmesh.engine.server.open_offers import OpenOffers
 from pdmesh.errors import InvalidRequest, TransferFailed
-from pdmesh.protocol.messages import AwaitedOffer, GenerateRequest
-from pdmesh.security import MeshSecret
-from pdmesh.servers import grpc_server
-from support.engines import SECRET, request
-from support.held_engine import HeldCore, Inbox, held_engine
-
-OFFER = "0123456789abcdef" * 2
-
-
-class Side:
-    """One engine: what it was sent, and what it answered."""
-
-    def __init__(self, core: HeldCore, engine: Engine, address: str) -> None:
-        self.core, self.engine, self.address = core, engine, address
-
-    def submit(self, made: GenerateRequest) -> Inbox:
-        inbox = Inbox()
-        self.engine.servicer._submission.submit(made, inbox)
-        return inbox
-
-    @property
-    def added(self) -> list[AddRequest]:
-        return [message for message in self.core.sent if isinstance(message, AddRequest)]
-
-
-def between(scene: Callable[[Side, Side], Awaitable[None]], **settings: Any) -> None:
-    """Play a scene with an owner and a consumer."""
-
-    async def body() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            sides = []
-            for options in ({}, settings):
-                core = HeldCore()
-                engine = await stack.enter_async_context(held_engine(core, **options))
-                port = await stack.enter_async_context(grpc_server("127.0.0.1", 0, MeshSecret(SECRET), engine.register))
-                engine.handoff.owner.set_metadata("shm", b"")
-                sides.append(Side(core, engine, f"127.0.0.1:{port}"))
-            await scene(sides[0], sides[1])
-
-    asyncio.run(body())
-
-
-def decode_leg(owner: Side, offer_id: str = OFFER, **fields: Any) -> GenerateRequest:
-    owner_id = owner.engine.handoff.owner.peer_id
-    awaits = AwaitedOffer(offer_id=offer_id, owner_id=owner_id, owner_address=owner.address)
-    return request("d", awaits=awaits, **fields)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():
-            await asyncio.sleep(0.01)
+from support.engines import request
+from support.open_offers import OFFER, Side, between, decode_leg, until
 
 
 @pytest.mark.parametrize("is_early", [True, False])

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from pdmesh.connector.peers import Ask
-from pdmesh.engine.messages import Abort, Stats
+from pdmesh.engine.messages import Abort
 from pdmesh.engine.push_messages import PushExpected
 from pdmesh.engine.server import sessions as sessions_module
 from pdmesh.engine.server.assembly import Engine
@@ -21,6 +21,7 @@ from pdmesh.engine.server.expectations import Expected
 from pdmesh.engine.server.front import _guard
 from pdmesh.engine.server.servicer import SESSION_METADATA_KEY
 from pdmesh.engine.server.sessions import Broken
+from pdmesh.engine.stats import Stats
 from pdmesh.errors import Draining, InvalidRequest, Overloaded, PeerUnavailable, TransferFailed
 from pdmesh.lifecycle import Life
 from pdmesh.protocol import mesh_pb2 as pb

@@ -72,6 +72,11 @@ def test_a_handoff_s_two_ends_are_on_the_machine_s_clock() -> None:
             computed_s = prefill.metric("pdmesh_handoff_clock_seconds")
             resumed_s = decode.metric("pdmesh_handoff_clock_seconds")
             assert before_s < computed_s < resumed_s < time.monotonic()
+        # Decode awaits the offer at prefill, whose core tells it: the first time the proxy may not have met both yet.
+        deadline_s = time.monotonic() + 5.0
+        while not decode.metric("pdmesh_requests_told_ahead_total"):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
 
 
 @pytest.mark.skipif(bool(missing("mooncake")), reason=missing("mooncake"))

@@ -77,6 +77,13 @@ class PoolSums:
             if missing.any():
                 self._begun = self._thread.submit(self._sum, *self._picked(blocks, missing, num_tokens))
 
+    def adopt(self, groups: list[GroupBlocks], sums: list[list[int]], num_tokens: int) -> None:
+        """As `prepare` of what does not grow, where the core has summed the blocks; what is known here already stays."""
+        for blocks, told in zip(groups, sums, strict=True):
+            missing = ~self._known(blocks, num_tokens)
+            missing[self._num_full(blocks, num_tokens) :] = True
+            self._store(*self._picked(blocks, missing, num_tokens), np.asarray(told, dtype=np.uint64)[missing])
+
     async def of(self, groups: list[GroupBlocks], num_tokens: int) -> list[GroupBlocks]:
         """Return such blocks with their sums, which are computed now where they are not known yet.
 

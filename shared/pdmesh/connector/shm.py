@@ -5,8 +5,10 @@ round. An owner that dies leaves its memory mapped and unchanged, and it gives a
 first new byte; so a copy whose generations match is right even then. Pulls not yet complete end with `peer_lost`.
 """
 
+import contextlib
 import logging
 import queue
+import select
 import threading
 import time
 from collections import deque
@@ -17,6 +19,7 @@ import numpy as np
 
 from pdmesh.connector.active import ActivePull, ActivePulls, PullEnd, are_as_told, error_reason, fault_of
 from pdmesh.connector.base import FixedMetadata, PeerPool, Pull, PullResult, ReadInPlace
+from pdmesh.connector.notices import NoticeConnector, OfferNotice
 from pdmesh.connector.options import ShmOptions
 from pdmesh.connector.pool import KVPool, PoolShape, PullTarget
 from pdmesh.connector.shm_socket import PoolListener, SharedPool, fetch_pool
@@ -34,7 +37,7 @@ class ShmMetadata(msgspec.Struct, frozen=True, kw_only=True):
     socket_name: str
 
 
-class ShmConnector(FixedMetadata, ReadInPlace):
+class ShmConnector(FixedMetadata, ReadInPlace, NoticeConnector):
     """Both ends of shared memory: lends the registered pool out, copies from the pools of peers."""
 
     name = "shm"
@@ -48,6 +51,9 @@ class ShmConnector(FixedMetadata, ReadInPlace):
         self._listener: PoolListener | None = None
         self._peers: dict[str, SharedPool] = {}
         self._pulls = ActivePulls()
+        self._readable = select.epoll()
+        """Of the pulls' ends and of the peers that may tell something."""
+        self._readable.register(self._pulls.fileno(), select.EPOLLIN)
         self._tasks: queue.SimpleQueue[_Copy | SharedPool | _Task] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="shm-copy", daemon=True)
         self._thread.start()
@@ -68,12 +74,14 @@ class ShmConnector(FixedMetadata, ReadInPlace):
             metadata.socket_name, peer.peer_id, PoolShape(peer.num_blocks, peer.block_bytes), self._secret
         )
         self.disconnect(peer.peer_id)
+        self._readable.register(shared.fileno(), select.EPOLLIN)
         self._peers[peer.peer_id] = shared
 
     def disconnect(self, peer_id: str) -> None:
         shared = self._peers.pop(peer_id, None)
         if shared is None:
             return
+        self._hear_no_more(shared)
         for active in self._pulls.of_peer(peer_id):
             active.peer_lost = True
         # The thread unmaps it, after the last copy that was queued before.
@@ -99,7 +107,41 @@ class ShmConnector(FixedMetadata, ReadInPlace):
             self._tasks.put(_Task.LOOK)
 
     def fileno(self) -> int:
-        return self._pulls.fileno()
+        return self._readable.fileno()
+
+    def retract(self, offer_id: str) -> None:
+        if self._listener is not None:
+            self._listener.forget(offer_id)
+
+    def await_offer(self, peer_id: str, offer_id: str) -> None:
+        if (shared := self._peers.get(peer_id)) is not None:
+            shared.await_offer(offer_id)
+
+    def take_notices(self) -> list[tuple[str, OfferNotice]]:
+        readable = {descriptor for descriptor, _ in self._readable.poll(0)}
+        told = []
+        for peer_id, shared in list(self._peers.items()):
+            if shared.fileno() not in readable:
+                continue
+            try:
+                while (notice := shared.take_notice()) is not None:
+                    told.append((peer_id, notice))
+            except EOFError as exc:
+                # Its pulls find out by themselves, and the server when it asks who is there.
+                log.debug("%s tells nothing any more: %s", peer_id, exc)
+                self._hear_no_more(shared)
+        return told
+
+    def is_awaited(self, offer_id: str) -> bool:
+        return self._listener is not None and self._listener.is_awaited(offer_id)
+
+    def tell(self, notice: OfferNotice) -> None:
+        if self._listener is not None:
+            self._listener.tell(notice)
+
+    def _hear_no_more(self, shared: SharedPool) -> None:
+        with contextlib.suppress(OSError):
+            self._readable.unregister(shared.fileno())
 
     def close(self) -> None:
         for active in self._pulls.all():
@@ -111,6 +153,7 @@ class ShmConnector(FixedMetadata, ReadInPlace):
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        self._readable.close()
         self._pulls.close()
 
     def _registered(self) -> KVPool:

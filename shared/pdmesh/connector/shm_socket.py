@@ -3,8 +3,8 @@
 The owner listens on an abstract Unix socket (no file, so nothing is left behind by SIGKILL). Both ends check the other's
 user id (SO_PEERCRED) and prove the mesh secret by a MAC over the other's fresh nonce. Then the owner passes a read-only
 descriptor (SCM_RIGHTS) with the shape and the inode of its pool. Equal inodes are what proves that memory is really shared:
-the consumer maps the very file the owner writes. The connection stays open and silent; its end tells the consumer
-that the owner is gone.
+the consumer maps the very file the owner writes. The connection stays open; its end tells the consumer that the owner is gone.
+All that is said on it afterwards are the offers that the consumer listens for, and the owner's notices of them.
 """
 
 import array
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pdmesh.connector.notices import MAX_AWAITED, MAX_NOTICE_BYTES, OfferNotice
 from pdmesh.connector.pages import PagesAhead
 from pdmesh.connector.pool import KVPool, PoolShape, read_only_fd
 from pdmesh.errors import HandshakeRefused
@@ -51,10 +52,19 @@ class _Grant(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     device: int
     inode: int
+    gives_notice: bool = False
+    """Whether it may be told which offers the consumer listens for; an older release hangs up on whoever speaks."""
+
+
+class _Listen(msgspec.Struct, frozen=True, kw_only=True):
+    """What the consumer says afterwards."""
+
+    offer_id: str
 
 
 class PoolListener:
-    """The owner's end: hands its pool out until closed. One thread, asleep but for connections coming and going.
+    """The owner's end: hands its pool out until closed. One thread, asleep but for connections coming and going and for what
+    consumers say; `is_awaited`, `tell` and `forget` may be called from another.
 
     All handshakes run side by side, so that a silent connection delays no other.
     """
@@ -78,6 +88,10 @@ class PoolListener:
         self._accept_again_s: float | None = None
         """When to listen again after accepting failed; None while listening."""
         self._refusals = _RefusalLog()
+        self._awaited: dict[str, socket.socket] = {}
+        """Who listens for an offer, by its id, oldest first."""
+        self._telling = threading.Lock()
+        """Held where connections are told or closed, and where the table above changes."""
         self._thread = threading.Thread(target=self._serve, name="shm-owner", daemon=True)
         self._thread.start()
 
@@ -93,6 +107,26 @@ class PoolListener:
         self._stop_writer.close()
         os.close(self._pool_fd)
 
+    def is_awaited(self, offer_id: str) -> bool:
+        """Whether a consumer listens for an offer."""
+        return offer_id in self._awaited
+
+    def tell(self, notice: OfferNotice) -> None:
+        """Tell who listens for an offer, if there is room for it; never blocks."""
+        message = msgspec.msgpack.encode(notice)
+        with self._telling:
+            connection = self._awaited.pop(notice.offer_id, None)
+            if connection is not None and len(message) <= MAX_NOTICE_BYTES:
+                try:
+                    connection.send(message)
+                except OSError as exc:
+                    log.debug("no notice of offer %s could be given: %s", notice.offer_id, exc)
+
+    def forget(self, offer_id: str) -> None:
+        """There will be no such offer."""
+        with self._telling:
+            self._awaited.pop(offer_id, None)
+
     def _serve(self) -> None:
         while True:
             for key, _ in self._selector.select(self._patience_s()):
@@ -104,10 +138,24 @@ class PoolListener:
                     self._accept()
                 elif connection in self._pending:
                     self._answer(connection)
-                elif connection.fileno() >= 0:
-                    # Consumers say nothing after the handshake: readable means closed.
+                elif connection.fileno() >= 0 and not self._hears(connection):
                     self._hang_up(connection)
             self._expire()
+
+    def _hears(self, connection: socket.socket) -> bool:
+        """Take in what a consumer says; False when it has hung up, or says what none would."""
+        try:
+            message = connection.recv(MAX_MESSAGE_BYTES)
+            offer_id = msgspec.msgpack.decode(message, type=_Listen).offer_id if message else ""
+        except (OSError, msgspec.MsgspecError):
+            return False
+        if not message:
+            return False
+        with self._telling:
+            self._awaited[offer_id] = connection
+            if len(self._awaited) > MAX_AWAITED:
+                del self._awaited[next(iter(self._awaited))]
+        return True
 
     def _patience_s(self) -> float | None:
         """How long nothing has to be done unless something arrives."""
@@ -171,7 +219,10 @@ class PoolListener:
 
     def _hang_up(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        connection.close()
+        with self._telling:
+            for offer_id in [each for each, listener in self._awaited.items() if listener is connection]:
+                del self._awaited[offer_id]
+            connection.close()
 
     def _grant(self, connection: socket.socket, own_nonce: bytes) -> None:
         answer = connection.recv(MAX_MESSAGE_BYTES)
@@ -186,6 +237,7 @@ class PoolListener:
                 block_bytes=self._shape.block_bytes,
                 device=status.st_dev,
                 inode=status.st_ino,
+                gives_notice=True,
             )
         )
         message = self._secret.mac(OWNER_PURPOSE, nonce + body) + body
@@ -221,11 +273,36 @@ class _RefusalLog:
 class SharedPool:
     """The consumer's end: a peer's pool, mapped read-only, and the connection that tells whether the peer lives."""
 
-    def __init__(self, pool: KVPool, connection: socket.socket) -> None:
+    def __init__(self, pool: KVPool, connection: socket.socket, *, gives_notice: bool = False) -> None:
         self.pool = pool
         self.pages = PagesAhead(pool)
         self._connection = connection
+        self._gives_notice = gives_notice
         connection.setblocking(False)
+
+    def fileno(self) -> int:
+        """Readable when `take_notice` has something, or when the owner has hung up."""
+        return self._connection.fileno()
+
+    def await_offer(self, offer_id: str) -> None:
+        """Listen for an offer of the owner's, if it gives notice and there is room to say so; never blocks."""
+        if self._gives_notice:
+            with contextlib.suppress(OSError):
+                self._connection.send(msgspec.msgpack.encode(_Listen(offer_id=offer_id)))
+
+    def take_notice(self) -> OfferNotice | None:
+        """Return the next of what the owner has told, None when there is nothing more; never blocks. Raises EOFError when the
+        owner has hung up, or says what none would.
+        """
+        try:
+            message = self._connection.recv(MAX_NOTICE_BYTES)
+            if message and (notice := msgspec.msgpack.decode(message, type=OfferNotice)).is_sound:
+                return notice
+        except BlockingIOError:
+            return None
+        except (OSError, msgspec.MsgspecError) as exc:
+            raise EOFError(str(exc)) from exc
+        raise EOFError("it has hung up" if not message else "it gives notice of an offer that cannot be")
 
     @property
     def owner_alive(self) -> bool:
@@ -261,7 +338,8 @@ def fetch_pool(socket_name: str, peer_id: str, shape: PoolShape, secret: MeshSec
         status = os.fstat(pool_fd)
         if (status.st_dev, status.st_ino, status.st_size) != (grant.device, grant.inode, shape.total_bytes):
             raise HandshakeRefused(f"what {peer_id} passed is not the memory it writes")
-        return SharedPool(KVPool(pool_fd, shape, writable=False), connection)
+        pool = KVPool(pool_fd, shape, writable=False)
+        return SharedPool(pool, connection, gives_notice=grant.gives_notice)
     except (OSError, HandshakeRefused) as exc:
         connection.close()
         if isinstance(exc, HandshakeRefused):

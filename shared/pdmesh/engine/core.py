@@ -7,6 +7,7 @@ one before it computes; requests that come before it begins are added to it.
 
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
@@ -14,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from pdmesh.connector.base import Publication, Pull
+from pdmesh.connector.pool import KVPool
 from pdmesh.engine.conversion import ConvertingPull
 from pdmesh.engine.executor import Executor
 from pdmesh.engine.kv_events import KVEventLog
@@ -23,7 +25,9 @@ from pdmesh.engine.messages import (
     AddRequest,
     ConnectPeer,
     DisconnectPeer,
+    DropHeld,
     FromCore,
+    HoldRequest,
     Ping,
     Pong,
     PrefixCacheReset,
@@ -35,6 +39,7 @@ from pdmesh.engine.messages import (
     StepOutput,
     ToCore,
 )
+from pdmesh.engine.notices import Notices
 from pdmesh.engine.plan import StepResult
 from pdmesh.engine.push_messages import (
     BeginPush,
@@ -57,6 +62,8 @@ MAX_FAILED_STEPS = 3
 # The states are looked through when nothing has happened for so long: that takes a millisecond or more over a large pool, and
 # right behind a prompt others on these cores are about to go on with it.
 QUIET_S = 0.5
+# Nothing hangs on the gauges; what has just been told of does, and wants the processors for the next moment.
+GAUGES_PAUSE_S = 0.01
 
 
 class Inbox(Protocol):
@@ -85,7 +92,9 @@ class Core:
         send: Callable[[FromCore], None],
         events: KVEventLog | None = None,
         self_pulls: SelfPulls | None = None,
+        summed: KVPool | None = None,
     ) -> None:
+        """`summed`: see `Notices`."""
         self._scheduler = scheduler
         self._executor = executor
         self._links = links
@@ -93,6 +102,7 @@ class Core:
         self._send = send
         self._events = events
         self._self_pulls = self_pulls
+        self._notices = Notices(links, summed, scheduler.state.kv.block_size)
         if self_pulls is not None:
             scheduler.state.borrowers.append(lambda: self_pulls.blocks)
         self._under_way: deque[Schedule] = deque()
@@ -109,7 +119,8 @@ class Core:
         self._step_tokens = 0
         self._max_step_tokens = 0
         self._num_failed_in_a_row = 0
-        self._is_stats_sent = False
+        self._gauges_due_s: float | None = 0.0
+        """When the gauges are told although nothing else is; None when nothing may have changed."""
 
     def run(self) -> None:
         """Serve until Shutdown. Raises InternalError when step after step fails."""
@@ -138,6 +149,9 @@ class Core:
                 self._scheduler.end_pull(ended.result, ended.connector)
         for message in self._links.take_news():
             self._send(message)
+        for add in self._notices.take():
+            with self._expelling():
+                self._add(add)
 
     @contextlib.contextmanager
     def _expelling(self) -> Iterator[None]:
@@ -219,7 +233,13 @@ class Core:
     def _handle(self, message: ToCore) -> None:
         match message:
             case AddRequest():
-                self._add(message)
+                if not self._notices.settle(message.request.request_id):
+                    self._add(message)
+            case HoldRequest():
+                self._notices.hold(message.add)
+            case DropHeld():
+                if self._notices.settle(message.request_id):
+                    self._scheduler.abort(message.request_id)
             case Abort():
                 self._scheduler.abort(message.request_id, message.choice)
             case ReleaseOffer():
@@ -304,9 +324,12 @@ class Core:
         """Send one message with all that there is to tell."""
         has_events = self._events is not None and self._events.has_events
         has_news = has_stepped or has_events or self._scheduler.state.outbox.has_reports
-        if not has_news and (self._is_stats_sent or self._under_way):
+        is_due = self._gauges_due_s is not None and time.monotonic() >= self._gauges_due_s
+        if not has_news and (self._under_way or not is_due):
             return
         outbox = self._scheduler.state.take_outbox()
+        # First: who listens goes on with it, and has the longest way yet.
+        outbox.sealed = self._notices.give(outbox.sealed, outbox.deltas)
         for sealed in outbox.sealed:
             self._links.publish(
                 Publication(
@@ -323,6 +346,7 @@ class Core:
             num_lanes_used=self._links.num_lanes_used,
             pushed_tokens=self._scheduler.remote.landings.num_pushed_tokens,
             num_blocks_quarantined=self._scheduler.remote.landings.num_quarantined,
+            told_ahead=self._notices.num_ahead,
             undecodable_messages=self._inbox.num_dropped,
         )
         self._send(
@@ -341,20 +365,24 @@ class Core:
             )
         )
         # After the last step the gauges are sent once more, now at rest.
-        self._is_stats_sent = not has_stepped
+        self._gauges_due_s = time.monotonic() + GAUGES_PAUSE_S if has_stepped else None
 
     def _rest(self) -> None:
-        if not self._under_way:
-            if not self._is_stats_sent:
-                return
-            if __debug__ and not self._scheduler.state.requests:
-                if self._inbox.wait(self._descriptors, QUIET_S):
-                    self._is_stats_sent = False
-                    return
+        wait = self._inbox.wait
+        if self._under_way:
+            wait(self._descriptors)
+        elif self._gauges_due_s is not None:
+            wait(self._descriptors, max(0.0, self._gauges_due_s - time.monotonic()))
+            return
+        elif __debug__ and not self._scheduler.state.requests:
+            if not wait(self._descriptors, QUIET_S):
                 self._scheduler.state.check_integrity()
-        self._inbox.wait(self._descriptors)
+                wait(self._descriptors)
+        else:
+            wait(self._descriptors)
         # Whatever woke the loop may change a gauge without a report.
-        self._is_stats_sent = False
+        if self._gauges_due_s is None:
+            self._gauges_due_s = time.monotonic() + GAUGES_PAUSE_S
 
     @property
     def _descriptors(self) -> list[int]:

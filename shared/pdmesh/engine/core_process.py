@@ -112,7 +112,8 @@ def _serve(launch: Launch, config: EngineConfig, mailbox: Mailbox) -> None:
                 resolve_limits(config, info, sizes),
                 functools.partial(check_processors, processors) if processors else None,
             )
-            core = Core(scheduler, executor, links.links, mailbox, mailbox.send, events, SelfPulls(kv, pool))
+            self_pulls, summed = SelfPulls(kv, pool), pool if config.kv_checksums else None
+            core = Core(scheduler, executor, links.links, mailbox, mailbox.send, events, self_pulls, summed)
             mailbox.send(_ready(config, chosen, info, sizes, pool, links))
             # The model's objects live as long as the process: the collector need not look at them again.
             gc.collect()

@@ -16,10 +16,11 @@ from pdmesh.engine.counters import Counters
 from pdmesh.engine.integrity import check_state
 from pdmesh.engine.kv_manager import KVManager
 from pdmesh.engine.limits import Limits
-from pdmesh.engine.messages import Stats, TransferEnded
+from pdmesh.engine.messages import TransferEnded
 from pdmesh.engine.outbox import Outbox
 from pdmesh.engine.request import NO_ROW, BrokenSequence, Comeback, Order, Request, Sequence
 from pdmesh.engine.states import FINISH_REASON, Event, State
+from pdmesh.engine.stats import Stats
 from pdmesh.engine.waiting_queue import WaitingQueue
 from pdmesh.errors import MeshError
 from pdmesh.protocol.messages import ChoiceDelta, KVSource, TokenLogprobs

@@ -21,6 +21,7 @@ from pdmesh.connector.base import (
     PushConnector,
     WorkerConnector,
 )
+from pdmesh.connector.notices import NoticeConnector, OfferNotice
 from pdmesh.connector.pool import KVPool
 from pdmesh.engine.attachments import Attachments, Connection
 from pdmesh.engine.connecting import Connected, Connecting
@@ -43,6 +44,7 @@ class Links:
 
     def __init__(self, connectors: dict[str, WorkerConnector], pool: KVPool | None = None) -> None:
         self._connectors = connectors
+        self._tellers = {name: each for name, each in connectors.items() if isinstance(each, NoticeConnector)}
         self._attachments = Attachments()
         self._writes: dict[str, Connection] = {}
         """Writes of pushes that have not ended."""
@@ -162,6 +164,24 @@ class Links:
         """Have every connector take it back."""
         for connector in self._connectors.values():
             connector.retract(offer_id)
+
+    def await_offer(self, peer_id: str, connector: str, offer_id: str) -> None:
+        """Listen for a peer's offer, where its connector knows how."""
+        if (teller := self._tellers.get(connector)) is not None:
+            teller.await_offer(peer_id, offer_id)
+
+    def take_notices(self) -> list[tuple[str, OfferNotice]]:
+        """Return what peers have told of their offers, by peer id, since the last call; never blocks."""
+        return [told for teller in self._tellers.values() for told in teller.take_notices()]
+
+    def is_awaited(self, offer_id: str) -> bool:
+        """Whether any peer listens for an offer."""
+        return any(teller.is_awaited(offer_id) for teller in self._tellers.values())
+
+    def tell(self, notice: OfferNotice) -> None:
+        """Tell the peers that listen for an offer."""
+        for teller in self._tellers.values():
+            teller.tell(notice)
 
     def start(self, pull: Pull | ConvertingPull | Push) -> None:
         """Begin a pull, or a write, over a connector of its peer. It ends through `poll`, also when it cannot begin."""

@@ -1,6 +1,7 @@
 """The core's end of the two ZMQ sockets between an engine's server process and its core process."""
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 
 import zmq
@@ -42,7 +43,7 @@ class Mailbox:
             self._poller = zmq.Poller()
             for each in (self._inbox, *descriptors):
                 self._poller.register(each, zmq.POLLIN)
-        return bool(self._poller.poll(None if timeout_s is None else int(timeout_s * 1000)))
+        return bool(self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
 
     def send(self, message: FromCore) -> None:
         self._outbox.send(encode(message))

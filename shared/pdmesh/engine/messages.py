@@ -20,6 +20,7 @@ from pdmesh.engine.push_messages import (
     StopPush,
     WritersShutOut,
 )
+from pdmesh.engine.stats import Stats
 from pdmesh.protocol.exchange import KVDescription
 from pdmesh.protocol.layout import Layout
 from pdmesh.protocol.messages import NO_MARKS, ChoiceDelta, GenerateRequest, GroupBlocks, KVMarks, KVSource
@@ -43,6 +44,19 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """After a preemption the server may know a source: ask for it with NeedsSource."""
     push_id: str = ""
     """Transfer id of the push that was expected for it; empty: none."""
+
+
+class HoldRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Take a request in when its offer's owner gives notice of it. An AddRequest or a DropHeld of the same id follows."""
+
+    add: AddRequest
+    """With a source that names no blocks yet."""
+
+
+class DropHeld(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What was held is not wanted, whether it runs by now or not."""
+
+    request_id: str
 
 
 class SetSource(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -133,6 +147,8 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 ToCore = (
     AddRequest
+    | HoldRequest
+    | DropHeld
     | Abort
     | ReleaseOffer
     | ConnectPeer
@@ -231,6 +247,8 @@ class OfferSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The request goes on and writes behind these tokens, in the last block too."""
     num_reused: int = 0
     """Leading tokens whose KV was found here or pulled."""
+    checksums: list[list[int]] = []
+    """Of each group's blocks, where the core has summed them."""
 
 
 class TransferEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -315,40 +333,6 @@ class OwnBlockPulled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     number: int
     error: str = ""
-
-
-class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Gauges and cumulative counters of the core, sent with each step output and when it falls idle."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_tokens: int = 0
-    num_waiting_remote: int = 0
-    num_blocks_used: int = 0
-    """Blocks referenced by requests or offers."""
-    num_blocks: int = 0
-    num_offers_held: int = 0
-    num_lanes_used: int = 0
-    """Of the staging area."""
-    num_preemptions: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    """Tokens."""
-    external_queries: int = 0
-    external_hits: int = 0
-    steps: int = 0
-    step_tokens: int = 0
-    """Tokens scheduled by the latest step."""
-    max_step_tokens: int = 0
-    nan_requests: int = 0
-    illegal_events: int = 0
-    """Requests that met a bug of the engine's states."""
-    pushed_tokens: int = 0
-    """Prompt tokens that requests found because they had been pushed here."""
-    num_blocks_quarantined: int = 0
-    """Blocks that nobody wants and a peer may still write."""
-    undecodable_messages: int = 0
-    """Dropped between server and core, in both directions; the server adds its own."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):

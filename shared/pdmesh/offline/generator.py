@@ -14,12 +14,12 @@ from pdmesh.engine.messages import (
     AddRequest,
     CoreFailed,
     PrefixCacheReset,
-    Stats,
     StepOutput,
     encode,
     to_core_decoder,
 )
 from pdmesh.engine.server.prefix_cache_reset import PrefixCacheResets
+from pdmesh.engine.stats import Stats
 from pdmesh.errors import InternalError, InvalidRequest, MeshError, from_code
 from pdmesh.openai.generator import BEAM_SEARCH, DIRECT, Generator, ModelCard, TokenRequest
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest

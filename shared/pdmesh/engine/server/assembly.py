@@ -210,6 +210,23 @@ def assemble(
         metrics=metrics,
         heart=heart,
     )
+    outputs = Outputs(
+        table=table,
+        board=board,
+        handoff=handoff,
+        fetches=fetches,
+        endings=endings,
+        expectations=expectations,
+        core_peers=core_peers,
+        tier=tier,
+        metrics=metrics,
+        resets=resets,
+        publisher=publisher,
+        heart=heart,
+        probe=probe,
+        returns=Returns(table=table, core=core, sources=sources, endings=endings, tasks=tasks, metrics=metrics),
+    )
+    submission.on_agreed = outputs.replay
     sessions = Sessions(table=table, endings=endings, handoff=handoff, expectations=expectations, metrics=metrics)
     return Engine(
         table=table,
@@ -217,22 +234,7 @@ def assemble(
         offers=offers,
         handoff=handoff,
         endings=endings,
-        outputs=Outputs(
-            table=table,
-            board=board,
-            handoff=handoff,
-            fetches=fetches,
-            endings=endings,
-            expectations=expectations,
-            core_peers=core_peers,
-            tier=tier,
-            metrics=metrics,
-            resets=resets,
-            publisher=publisher,
-            heart=heart,
-            probe=probe,
-            returns=Returns(table=table, core=core, sources=sources, endings=endings, tasks=tasks, metrics=metrics),
-        ),
+        outputs=outputs,
         servicer=EngineServicer(
             info=info,
             submission=submission,

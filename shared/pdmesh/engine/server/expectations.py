@@ -143,6 +143,10 @@ class Expectations:
         for offer_id in [offer_id for offer_id, each in self._withdrawn.items() if each is sink]:
             del self._withdrawn[offer_id]
 
+    def awaits_push(self, offer_id: str) -> bool:
+        """Whether an offer's blocks are on their way here."""
+        return offer_id in self._by_offer
+
     async def settled(self, running: RunningRequest, offer_id: str) -> str:
         """Return, for the request that goes on with an offer, the id of its push, when what is under way has arrived or it has
         taken long enough; empty when there is none."""

@@ -104,8 +104,11 @@ class Handoff:
             self._sealed[message.offer_id] = message
             self.owner.publications.sealed(message.offer_id)
             if self.owner.sums is not None:
-                # While the ticket is on its way.
-                self.owner.sums.prepare(message.groups, message.num_tokens, grows=message.grows)
+                if message.checksums:
+                    self.owner.sums.adopt(message.groups, message.checksums, message.num_tokens)
+                else:
+                    # While the ticket is on its way.
+                    self.owner.sums.prepare(message.groups, message.num_tokens, grows=message.grows)
                 self.on_reused(message.groups, message.num_reused)
         self.owner.settle()
 

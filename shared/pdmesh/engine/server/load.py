@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from pdmesh.engine.messages import Stats
+from pdmesh.engine.stats import Stats
 from pdmesh.protocol import mesh_pb2
 from pdmesh.protocol.offers import OfferTable
 from pdmesh.protocol.wire import to_ms

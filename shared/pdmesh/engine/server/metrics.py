@@ -87,6 +87,12 @@ CORE_FAMILIES = (
         "num_blocks_quarantined",
     ),
     ("pdmesh_pushed_tokens", "Prompt tokens found because they had been pushed here.", True, "pushed_tokens"),
+    (
+        "pdmesh_requests_told_ahead",
+        "Requests that went on by a notice of the core that had computed their prompt.",
+        True,
+        "told_ahead",
+    ),
     ("pdmesh_kv_blocks", "KV blocks in the pool.", False, "num_blocks"),
     ("pdmesh_offers_held", "Offers whose blocks the core holds.", False, "num_offers_held"),
 )

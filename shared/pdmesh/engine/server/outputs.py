@@ -5,7 +5,7 @@ A step's messages are handled in one go without waiting, so that all its deltas 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -14,6 +14,7 @@ from pdmesh.engine.messages import (
     ConnectorChanged,
     CoreFailed,
     FromCore,
+    NeedsSource,
     OfferPublished,
     OwnBlockPulled,
     PeerConnected,
@@ -135,20 +136,9 @@ class Outputs:
             self._handoff.pushes.report(push)
         for landing in output.landings:
             self._expectations.landed(landing)
-        for transfer in output.transfers:
-            self._transfer_ended(transfer)
-        now, num_tokens = time.monotonic(), 0
+        now = time.monotonic()
         self._step_begun_s, self._step_ended_s = output.begun_s or now, output.ended_s or now
-        for delta in output.deltas:
-            running = self._table.get(delta.request_id)
-            # Choices that were aborted may have had tokens on the way.
-            if running is not None and delta.choice in running.open_choices:
-                num_tokens += len(delta.token_ids)
-                self._deliver(running, delta, now)
-        for need in output.needs:
-            self._returns.asked(need)
-        if num_tokens:
-            self._metrics.generation_tokens.inc(num_tokens)
+        self._take([*output.transfers, *output.deltas, *output.needs], now)
         if self._tier is not None:
             for computed in output.computed:
                 self._tier.store(computed)
@@ -157,6 +147,28 @@ class Outputs:
                 self._metrics.iteration_tokens.observe(output.stats.step_tokens)
             self._num_steps = output.stats.steps
             self._board.update(output.stats)
+
+    def replay(self, running: RunningRequest) -> None:
+        """Take in what the core said of a request before the owner of its KV had agreed."""
+        early, running.early = running.early, None
+        self._take(early or [], time.monotonic())
+
+    def _take(self, messages: Sequence[TransferEnded | ChoiceDelta | NeedsSource], now: float) -> None:
+        num_tokens = 0
+        for message in messages:
+            running = self._table.get(message.request_id)
+            if running is not None and running.early is not None:
+                running.early.append(message)
+            elif isinstance(message, TransferEnded):
+                self._transfer_ended(message)
+            elif isinstance(message, NeedsSource):
+                self._returns.asked(message)
+            # Choices that were aborted may have had tokens on the way.
+            elif running is not None and message.choice in running.open_choices:
+                num_tokens += len(message.token_ids)
+                self._deliver(running, message, now)
+        if num_tokens:
+            self._metrics.generation_tokens.inc(num_tokens)
 
     def _transfer_ended(self, message: TransferEnded) -> None:
         fetch = self._fetches.ended(message)

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pdmesh.engine.messages import NeedsSource, TransferEnded
 from pdmesh.engine.push_messages import PUSH_SOURCE
 from pdmesh.protocol.messages import ChoiceDelta, GenerateRequest
 from pdmesh.protocol.ticket import request_digest
@@ -52,6 +53,8 @@ class RunningRequest:
     submission: asyncio.Task[None] | None = None
     """Set until the request is with the core, when that takes calls to other services."""
     in_core: bool = False
+    early: list[ChoiceDelta | TransferEnded | NeedsSource] | None = None
+    """What the core has said of it while it is only held there; None while it is not."""
     timer: asyncio.TimerHandle | None = None
     first_tokens: dict[int, list[int]] = field(default_factory=dict)
     unfinished: set[int] = field(default_factory=set)
@@ -127,10 +130,9 @@ class RequestTable:
     ) -> RunningRequest:
         """Enter a request whose id is not running for this sink; `on_deadline` is called when its time is up."""
         assert (sink, request.request_id) not in self._by_sink
-        self._minted += 1
         running = RunningRequest(
             request=request,
-            core_id=f"{request.request_id}#{self._minted}",
+            core_id=self._minted_id(request),
             sink=sink,
             open_choices=set(request.choices),
             arrived_s=time.monotonic(),
@@ -141,6 +143,16 @@ class RequestTable:
         self._empty.clear()
         self._filled.set()
         return running
+
+    def rename(self, running: RunningRequest) -> None:
+        """Give a request another id in the core: what comes under the old one is nobody's."""
+        if self._by_core_id.pop(running.core_id, None) is not None:
+            running.core_id = self._minted_id(running.request)
+            self._by_core_id[running.core_id] = running
+
+    def _minted_id(self, request: GenerateRequest) -> str:
+        self._minted += 1
+        return f"{request.request_id}#{self._minted}"
 
     def get(self, core_id: str) -> RunningRequest | None:
         return self._by_core_id.get(core_id)

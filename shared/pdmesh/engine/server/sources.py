@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from pdmesh.config import EngineConfig
+from pdmesh.connector.notices import GIVING_NOTICE
 from pdmesh.connector.peers import Peer, PeerDirectory
 from pdmesh.engine.messages import CoreReady, NeedsSource
 from pdmesh.engine.server.attempts import Attempts, Target, reason_of
@@ -32,6 +33,9 @@ from pdmesh.protocol.transfers import Begun, OfferView
 from pdmesh.security import MeshSecret
 
 log = logging.getLogger(__name__)
+
+Hold = Callable[[KVSource | None], None]
+"""Has the core hold a request with a source that names no blocks yet; None: it is to be dropped there, if it is held."""
 
 RECOMPUTE = "recompute"
 TIER, OFFER = "tier", "offer"
@@ -79,7 +83,9 @@ class Sources:
         """Whether finding the KV takes calls to other services."""
         return bool(running.request.is_handed_over or remote or (self._tier and keys))
 
-    async def find(self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes]) -> KVSource | None:
+    async def find(
+        self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes], hold: Hold = lambda source: None
+    ) -> KVSource | None:
         """Begin the best pull there is; None to compute everything.
 
         Raises Forbidden for what is not this mesh's, and TransferFailed or HandshakeRefused under the `fail` policy; both under
@@ -87,7 +93,7 @@ class Sources:
         """
         if running.request.awaits is not None:
             try:
-                return await self._from_awaited(running, running.request.awaits)
+                return await self._from_awaited(running, running.request.awaits, hold)
             except PeerError as exc:
                 raise _as_transfer_failure(exc) from exc
         try:
@@ -150,10 +156,12 @@ class Sources:
             target, ticket.offer_id, ticket.groups, lambda peer: check_owner(ticket, peer.names)
         )
 
-    async def _from_awaited(self, running: RunningRequest, awaits: AwaitedOffer) -> KVSource:
+    async def _from_awaited(
+        self, running: RunningRequest, awaits: AwaitedOffer, hold: Hold = lambda source: None
+    ) -> KVSource:
         """Begin at an owner that may compute the offer yet; the request goes on behind the first tokens of its answer."""
         target = _offers_owner(running, awaits.offer_id, awaits.owner_id, awaits.owner_address)
-        return await self._from_offer(target, awaits.offer_id, [], awaits=True)
+        return await self._from_offer(target, awaits.offer_id, [], awaits=True, hold=hold)
 
     async def _from_peer(self, running: RunningRequest, remote: RemoteKV) -> KVSource:
         target = Target(
@@ -174,26 +182,36 @@ class Sources:
         check: Callable[[Peer], None] = lambda peer: None,
         *,
         awaits: bool = False,
+        hold: Hold = lambda source: None,
     ) -> KVSource:
         running = target.running
+        num_resets = self._resets.num_begun
 
         async def ask(peer: Peer, transfer_id: str, connector: str) -> Begun:
             check(peer)
-            begun = await self._peers.begin(
-                peer,
-                transfer_id=transfer_id,
-                offer_id=offer_id,
-                digest=running.digest,
-                groups=groups,
-                remaining_s=lifetime_s(running),
-                connector=connector,
-                awaits=awaits,
-            )
-            if awaits and begun.view is not None and not running.in_core:
-                self._go_on(running, begun.view, begun.first_tokens)
+            if awaits and connector in GIVING_NOTICE and peer.exchange is Exchange.BYTES:
+                source = self._held_source(running, peer, transfer_id, connector)
+                hold(msgspec.structs.replace(source, offer_id=offer_id, num_resets=num_resets))
+            has_agreed = False
+            try:
+                begun = await self._peers.begin(
+                    peer,
+                    transfer_id=transfer_id,
+                    offer_id=offer_id,
+                    digest=running.digest,
+                    groups=groups,
+                    remaining_s=lifetime_s(running),
+                    connector=connector,
+                    awaits=awaits,
+                )
+                if awaits and begun.view is not None and not running.in_core:
+                    self._go_on(running, begun.view, begun.first_tokens)
+                has_agreed = begun.view is not None and begun.peer_id in ("", peer.peer_id)
+            finally:
+                if not has_agreed:
+                    hold(None)
             return begun
 
-        num_resets = self._resets.num_begun
         begun = await self._attempts.begin(target, ask)
         if begun is None:
             raise TransferFailed(f"unknown: {target.address} says nothing of offer {offer_id}")
@@ -220,6 +238,20 @@ class Sources:
         reach_s = _reach_time_s(running)
         target = Target(running=running, origin=Origin.TIER, address=self._tier.address, reach_s=reach_s)
         return await self._tier.find(partial(self._attempts.begin, target), keys, reach_s)
+
+    def _held_source(self, running: RunningRequest, peer: Peer, transfer_id: str, connector: str) -> KVSource:
+        """Where an awaited offer will be pulled from; its blocks are not known yet."""
+        num_blocks = -(-len(running.request.token_ids) // self._ready.block_size) * len(self._ready.layout_fingerprints)
+        num_bytes = self._fetches.num_bytes_under_way(connector) + num_blocks * peer.block_bytes
+        return KVSource(
+            transfer_id=transfer_id,
+            peer_id=peer.peer_id,
+            connector=connector,
+            groups=[],
+            num_tokens=0,
+            fail_policy=self._config.kv_load_failure_policy,
+            deadline_s=min(self._times.bound_s(connector, num_bytes, is_converted=False), running.remaining_s),
+        )
 
     def _source(self, fetch: Fetch, view: OfferView, *, fail_policy: str) -> KVSource:
         """What the core is to pull, and how long that may take beside the pulls that are under way."""

@@ -6,6 +6,7 @@ delays another; whatever goes wrong ends the request with an error to its sink.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from pdmesh.config import EngineConfig
 from pdmesh.engine.block_key import block_keys, root_key
-from pdmesh.engine.messages import AddRequest, CoreReady
+from pdmesh.engine.messages import AddRequest, CoreReady, DropHeld, HoldRequest
 from pdmesh.engine.server.core_peers import Core
 from pdmesh.engine.server.endings import Endings
 from pdmesh.engine.server.expectations import Expectations
@@ -86,6 +87,8 @@ class Submission:
         self._tasks = tasks
         self._metrics = metrics
         self._heart = heart
+        self.on_agreed: Callable[[RunningRequest], None] = lambda running: None
+        """Called when a request that the core held is the core's."""
         self._num_calling = 0
         """Requests that wait for other services on their way to the core."""
         self._root = root_key(ready.model_fingerprint, ready.layout_fingerprints[0], 0)
@@ -149,8 +152,16 @@ class Submission:
 
     async def _submit_with_source(self, running: RunningRequest, remote: RemoteKV | None, keys: list[bytes]) -> None:
         running.owes_commit = running.request.is_handed_over
+
+        def hold(source: KVSource | None) -> None:
+            if source is None:
+                self._drop_held(running)
+            elif not self._expectations.awaits_push(running.ticket_offer_id):
+                running.early = []
+                self._core.send(HoldRequest(add=self._order(running, keys, source)))
+
         try:
-            source = await self._sources.find(running, remote, keys)
+            source = await self._sources.find(running, remote, keys, hold)
             push_id = await self._expectations.settled(running, running.ticket_offer_id)
             running.submission = None
             if running.fetch_failure:
@@ -165,6 +176,16 @@ class Submission:
             running.submission = None
             log.exception("request %s could not be submitted", running.request.request_id)
             self._endings.fail(running, InternalError(f"the request could not be submitted: {type(exc).__name__}"))
+        finally:
+            # Also of one that was aborted meanwhile.
+            self._drop_held(running)
+
+    def _drop_held(self, running: RunningRequest) -> None:
+        """Have the core forget a request that it holds, or runs already; what it has said of it is nobody's."""
+        if running.early is not None:
+            running.early = None
+            self._core.send(DropHeld(request_id=running.core_id))
+            self._table.rename(running)
 
     def _add(
         self,
@@ -175,20 +196,31 @@ class Submission:
         recompute_last: bool,
         push_id: str = "",
     ) -> None:
-        request = running.request
         running.in_core = True
         self._board.num_submitted += 1
-        self._core.send(
-            AddRequest(
-                request=msgspec.structs.replace(request, request_id=running.core_id, ticket=b"", awaits=None),
-                offer_id=running.offer_id,
-                source=source,
-                block_keys=keys,
-                recompute_last=recompute_last,
-                push_id=push_id,
-                store_to_tier=bool(self._config.kvcache) and self._config.enable_prefix_caching,
-                may_refetch=request.hand_back or self._sources.may_find_again(running),
-            )
+        self._core.send(self._order(running, keys, source, recompute_last=recompute_last, push_id=push_id))
+        if running.early is not None:
+            self.on_agreed(running)
+
+    def _order(
+        self,
+        running: RunningRequest,
+        keys: list[bytes],
+        source: KVSource | None,
+        *,
+        recompute_last: bool = False,
+        push_id: str = "",
+    ) -> AddRequest:
+        request = running.request
+        return AddRequest(
+            request=msgspec.structs.replace(request, request_id=running.core_id, ticket=b"", awaits=None),
+            offer_id=running.offer_id,
+            source=source,
+            block_keys=keys,
+            recompute_last=recompute_last,
+            push_id=push_id,
+            store_to_tier=bool(self._config.kvcache) and self._config.enable_prefix_caching,
+            may_refetch=request.hand_back or self._sources.may_find_again(running),
         )
 
 
