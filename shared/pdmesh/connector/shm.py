@@ -140,7 +140,8 @@ class ShmConnector(FixedMetadata, ReadInPlace, NoticeConnector):
             self._listener.tell(notice)
 
     def _hear_no_more(self, shared: SharedPool) -> None:
-        with contextlib.suppress(OSError):
+        # A ValueError where the thread has closed it meanwhile: peers are connected anew beside the core's loop.
+        with contextlib.suppress(OSError, ValueError):
             self._readable.unregister(shared.fileno())
 
     def close(self) -> None:
