@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
@@ -307,12 +308,10 @@ class SharedPool:
     @property
     def owner_alive(self) -> bool:
         """Whether the owner still holds its end; never blocks."""
-        try:
-            return self._connection.recv(1, socket.MSG_PEEK) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        # Reading would not tell where notices lie that nobody has taken yet.
+        poll = select.poll()
+        poll.register(self._connection, 0)
+        return not poll.poll(0)
 
     def close(self) -> None:
         """Unmap and hang up."""
