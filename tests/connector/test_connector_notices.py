@@ -284,6 +284,23 @@ def test_a_peer_that_is_connected_anew_is_heard_over_the_new_connection(ends: tu
     assert consumer.shm.take_notices() == [("p@1", notice("again"))]
 
 
+def test_what_a_peer_told_before_it_was_let_go_wakes_nobody(
+    ends: tuple[End, End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection stays as long as something is copied."""
+    owner, consumer, _ = ends
+    consumer.listen(owner, "offer")
+    owner.shm.tell(notice())
+    with monkeypatch.context() as patch:
+        kept: list[SharedPool] = []
+        patch.setattr(SharedPool, "close", lambda shared: kept.append(shared))
+        consumer.shm.disconnect("p@1")
+        assert not consumer.has_something
+        assert consumer.shm.take_notices() == []
+        eventually(lambda: bool(kept))
+    kept[0].close()
+
+
 def test_a_peer_that_is_let_go_meanwhile_is_heard_no_more(
     ends: tuple[End, End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
