@@ -137,6 +137,47 @@ def test_blocks_of_a_window_are_full_by_their_place_in_the_prompt(pool: KVPool, 
     assert after[1] != before[1]
 
 
+def test_what_the_core_has_summed_is_told_as_it_is(
+    pool: KVPool, sums: PoolSums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdmesh.connector.checksums.sum_blocks", None)
+    whole, window = listed(pool, [1, 2]), listed(pool, [4, 5], first_block=1)
+    sums.adopt([whole, window], [[7, (1 << 64) - 1], [9, 10]], 40)
+    assert told(sums, whole, 40) == [7, (1 << 64) - 1]
+    assert told(sums, window, 40) == [9, 10]
+    write_block(pool, 1)
+    monkeypatch.undo()
+    assert told(sums, listed(pool, [1, 2]), 40) == [*sum_blocks(pool.blocks, [1]).tolist(), (1 << 64) - 1]
+
+
+def test_what_is_known_already_stays_whatever_the_core_says(pool: KVPool, sums: PoolSums) -> None:
+    before = told(sums, listed(pool, [1]), 16)
+    sums.adopt([listed(pool, [1, 2])], [[before[0] ^ 1, 8]], 32)
+    sums.adopt([listed(pool, [1, 2])], [[5, 6]], 32)
+    assert told(sums, listed(pool, [1, 2]), 32) == [*before, 8]
+
+
+def test_of_a_block_that_is_not_full_the_core_knows_better(pool: KVPool, sums: PoolSums) -> None:
+    """As with those that are summed here: it may have grown under its generation."""
+    blocks = listed(pool, [1, 2])
+    sums.adopt([blocks], [[7, 8]], 20)
+    sums.adopt([blocks], [[5, 9]], 24)
+    assert told(sums, blocks, 24) == [7, 9]
+    # Full by now, which what is known of it was not.
+    sums.prepare([blocks], 32)
+    assert told(sums, blocks, 32) == [7, *sum_blocks(pool.blocks, [2]).tolist()]
+    sums.adopt([blocks], [[5, 6]], 32)
+    assert told(sums, blocks, 32) == [7, *sum_blocks(pool.blocks, [2]).tolist()]
+
+
+def test_only_what_the_core_has_summed_full_can_be_found_damaged(pool: KVPool, sums: PoolSums) -> None:
+    blocks = listed(pool, [1, 2])
+    sums.adopt([blocks], [sum_blocks(pool.blocks, [1, 2]).tolist()], 20)
+    assert changed(sums, blocks) == []
+    pool.blocks[[1, 2], 77] ^= 1
+    assert changed(sums, blocks) == [1]
+
+
 def test_what_somebody_else_summed_is_kept_until_the_content_changes(pool: KVPool) -> None:
     with PoolSums(pool) as sums:
         blocks = listed(pool, [0, 1])
