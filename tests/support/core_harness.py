@@ -59,6 +59,7 @@ class CoreHarness:
         processors: Sequence[LogitsProcessor] = (),
         model: str = "",
         lane_bytes: int = 0,
+        with_sums: bool = False,
         **limits: float,
     ) -> None:
         self.backend = backend or FakeBackend(block_size, windows=windows or [0])
@@ -113,6 +114,7 @@ class CoreHarness:
             self.sent.append,
             self.events,
             own,
+            self.pool if with_sums else None,
         )
 
     def send(self, *messages: ToCore) -> None:
