@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 
-@dataclass(slots=True)
+@dataclass
 class Counters:
-    """Cumulative, since start."""
+    """Cumulative, since start; named as in `Stats`."""
 
     num_preemptions: int = 0
     prefix_cache_queries: int = 0

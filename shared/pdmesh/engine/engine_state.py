@@ -313,7 +313,6 @@ class EngineState:
 
     def stats(self) -> Stats:
         """Return gauges and counters; the core adds what it knows of steps."""
-        counters = self.counters
         return Stats(
             num_running=len(self.running),
             num_waiting=len(self.waiting) + self.num_held + len(self.compiling) + len(self.asking),
@@ -322,13 +321,7 @@ class EngineState:
             num_blocks_used=self.kv.num_used,
             num_blocks=self.kv.num_blocks,
             num_offers_held=self.ledger.num_offers,
-            num_preemptions=counters.num_preemptions,
-            prefix_cache_queries=counters.prefix_cache_queries,
-            prefix_cache_hits=counters.prefix_cache_hits,
-            external_queries=counters.external_queries,
-            external_hits=counters.external_hits,
-            nan_requests=counters.nan_requests,
-            illegal_events=counters.illegal_events,
+            **vars(self.counters),
         )
 
     def check_integrity(self) -> None:
