@@ -39,6 +39,8 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 HTTP_BACKLOG = 2048
+# From a supervisor to a service that is ending: see `Life.forsake`.
+FORSAKEN_SIGNAL = signal.SIGUSR1
 # gRPC's thread, and those that sum blocks, get Python's lock that soon when the loop is busy (default: 5 ms).
 SWITCH_INTERVAL_S = 0.0002
 SO_ATTACH_FILTER = 26
@@ -53,6 +55,7 @@ class Life:
 
     def __init__(self, notify_fd: int = -1) -> None:
         self._stop = asyncio.Event()
+        self._forsaken = asyncio.Event()
         self._notify_fd = notify_fd
         self.exit_error: MeshError | None = None
         self.is_ready = False
@@ -70,6 +73,14 @@ class Life:
         """Return when the service should end; the only wait without a deadline."""
         await self._stop.wait()
 
+    def forsake(self) -> None:
+        """Say that nobody is left who could come for what a service keeps for others while it ends."""
+        self._forsaken.set()
+
+    async def forsaken(self) -> None:
+        """Return when nobody will come any more; without a supervisor that is never known."""
+        await self._forsaken.wait()
+
     def progress(self, stage: str, fraction: float) -> None:
         """Report a start-up stage (0…1)."""
         self._notify({"stage": stage, "fraction": round(fraction, 3)})
@@ -82,6 +93,10 @@ class Life:
     def leaving(self) -> None:
         """Report that new work should go to a successor, which may start now."""
         self._notify({"leaving": True})
+
+    def keeping(self) -> None:
+        """Report that this service, which ends, has nothing left to do, and keeps what others may come for."""
+        self._notify({"keeping": True})
 
     def _notify(self, message: dict[str, object]) -> None:
         if self._notify_fd < 0:
@@ -150,6 +165,7 @@ async def _live(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, life.stop)
+    loop.add_signal_handler(FORSAKEN_SIGNAL, life.forsake)
     if not await unless_stopped_early(_check_and_serve(config, life, serve, check), life):
         return False
     if life.exit_error is not None:

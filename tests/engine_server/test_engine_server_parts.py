@@ -306,6 +306,35 @@ def test_a_ticket_that_was_sent_outlives_its_session() -> None:
     play(scene)
 
 
+def test_a_drain_keeps_an_offer_until_nobody_is_left_to_fetch_it() -> None:
+    class ToldLife(Life):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = asyncio.Event()
+
+        def keeping(self) -> None:
+            self.kept.set()
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        inbox, life = Inbox(), ToldLife()
+        engine.servicer._submission.submit(request("a", prefill_only=True), inbox)
+        draining = asyncio.create_task(engine.drain(600, life))
+        await asyncio.sleep(0)
+        # A request runs yet.
+        assert not life.kept.is_set()
+        await core.prefill()
+        async with asyncio.timeout(10):
+            await life.kept.wait()
+            await asyncio.sleep(0.05)
+            assert not draining.done()
+            assert engine.offers.num_open == 1
+            life.forsake()
+            await draining
+        assert core.released() == [core.added().offer_id]
+
+    play(scene)
+
+
 def test_an_offer_waits_for_its_last_choice_longer_than_a_lease() -> None:
     """Its lease ran before the proxy had a ticket to renew it with: the ticket was empty, and decode computed all anew."""
 

@@ -398,6 +398,42 @@ def test_a_role_that_may_drain_longer_is_waited_for(
     assert given[Role.DECODE] < 10
 
 
+def test_engines_keep_offers_until_no_engine_could_fetch_them(
+    runtime: RuntimeFolder, news: list[str], tmp_path: Path
+) -> None:
+    """One offer that nobody fetched made the end of an idle mesh take its whole drain timeout."""
+    order = tmp_path / "order"
+    say = f"say = lambda word: open({str(order)!r}, 'a').write(word + ' ')\n"
+    begin = "import os, sys, signal, time\n" + say
+    # Ends only when it is told that nobody comes; the decode is the last that could.
+    keeps = (
+        "tell = lambda *_: os.write(int(sys.argv[-1]), b'{\"keeping\": true}\\n')\n"
+        "signal.signal(signal.SIGTERM, tell)\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: (say('prefill'), sys.exit(0)))\n"
+    )
+    fetches = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), say('decode'), sys.exit(0)))\n"
+
+    def child(name: str, role: Role, code: str) -> ChildSpec:
+        return replace(spec(begin + code + READY + SLEEP), name=name, role=role, drain_timeout_s=5.0)
+
+    async def go() -> None:
+        mesh = Mesh(UpConfig(), make_plan(runtime), runtime, changed=lambda: None, report=news.append)
+        for made in (
+            child("prefill-1", Role.PREFILL, keeps),
+            child("prefill-2", Role.PREFILL, keeps),
+            child("decode-1", Role.DECODE, fetches),
+        ):
+            mesh._add(made)
+        await asyncio.gather(*(keeper.until_ready() for keeper in mesh.keepers))
+        mesh._started = True
+        await mesh.drain()
+
+    asyncio.run(go())
+    # Who has to be killed says so.
+    assert not news
+    assert order.read_text().split() == ["decode", "prefill", "prefill"]
+
+
 def test_a_proxy_that_serves_on_before_it_drains_is_waited_for(runtime: RuntimeFolder) -> None:
     """It was killed with streams that it still had time for. At the door it drains at once."""
     given = ("--drain-timeout-s", "30", "--proxy-args")

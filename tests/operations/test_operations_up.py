@@ -51,6 +51,18 @@ class Up:
         assert found is not None, self.output
         return int(found[1])
 
+    def engine_url(self, service: str) -> str:
+        """Its own HTTP port, from the table."""
+        found = re.search(rf"^{service} +\d+ +(\d+) ", self.output, re.MULTILINE)
+        assert found is not None, self.output
+        return f"http://127.0.0.1:{found[1]}"
+
+    def log_of(self, service: str) -> str:
+        """What it wrote, by the table."""
+        found = re.search(rf"^{service} .* (/\S+)$", self.output, re.MULTILINE)
+        assert found is not None, self.output
+        return Path(found[1]).read_text()
+
     def everything(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
@@ -153,10 +165,18 @@ def test_up_serves_heals_scales_and_leaves_nothing(tmp_path: Path) -> None:
         assert len(refused.stderr.splitlines()) == 1
         assert mesh.complete(prompt).status_code == 200
 
+        # A router's prefill leg, whose KV nobody fetches.
+        leg = {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        offered = httpx.post(f"{mesh.engine_url('prefill-1')}/v1/completions", json=leg, timeout=60)
+        assert offered.json()["kv_transfer_params"]["remote_request_id"]
+
         everything = mesh.everything()
         mesh.process.send_signal(signal.SIGINT)
         assert mesh.process.wait(60) == 0
         wait_gone(everything)
+        # There was no engine left to fetch it, so that nobody waited for its lease.
+        assert "not drained within" not in mesh.log_of("prefill-1")
+        assert "ending 1 offers" in mesh.log_of("prefill-1")
         assert "stopped; nothing is left running" in mesh.output
     assert shared_memory() <= before
     left = {path.name for path in (tmp_path / "pdmesh").glob("run-*/*")}

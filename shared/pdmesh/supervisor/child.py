@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from pdmesh.lifecycle import FORSAKEN_SIGNAL
 from pdmesh.parent import NOT_STARTED_CODE, tied_program
 from pdmesh.supervisor.plan import ChildSpec
 
@@ -32,6 +33,9 @@ class Child:
         self.ready_at_s = 0.0
         self.leaving = asyncio.Event()
         """Set once it takes nothing new and only ends what it has."""
+        self.is_keeping = False
+        """It was told to end, has nothing left to do, and keeps what others may come for."""
+        self._is_forsaken = False
         self.log_error = ""
         """Why its log could not be opened; it then runs without."""
         self._start_error = ""
@@ -70,6 +74,12 @@ class Child:
         """Ask it to drain; its own children are its business."""
         if self.pid:
             os.kill(self.pid, signal.SIGTERM)
+
+    def forsake(self) -> None:
+        """Tell it that nobody comes for what it keeps; only for one that has said that it keeps something."""
+        if self.pid and not self._is_forsaken:
+            self._is_forsaken = True
+            os.kill(self.pid, FORSAKEN_SIGNAL)
 
     def kill(self) -> None:
         """End it and everything it started."""
@@ -149,6 +159,9 @@ class Child:
             self._is_ready(message)
         elif message.pop("leaving", False):
             self.leaving.set()
+        elif message.pop("keeping", False):
+            self.is_keeping = True
+            self._changed()
         else:
             self.stage = str(message.get("stage", self.stage))
             fraction = message.get("fraction")

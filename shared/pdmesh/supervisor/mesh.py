@@ -133,8 +133,19 @@ class Mesh:
     def _changed(self) -> None:
         if any(keeper.state is KeeperState.FAILED for keeper in self._of(Role.PROXY)):
             self._close_door()
+        if self._draining:
+            self._forsake_engines()
         self._announce()
         self._shown_changed()
+
+    def _forsake_engines(self) -> None:
+        """Once every engine has ended or only keeps offers, none of them comes for an offer any more, and they need not wait."""
+        engines = [keeper for keeper in self.keepers if keeper.spec.role in ENGINE_ROLES and not keeper.gone]
+        children = [keeper.child for keeper in engines]
+        if all(child is not None and child.is_keeping for child in children):
+            for child in children:
+                if child is not None:
+                    child.forsake()
 
     def _announce(self) -> None:
         """Write the engines that are ready to the proxy's files, when they differ from what is written.

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass
 
 import grpc.aio
@@ -38,6 +39,7 @@ from pdmesh.engine.server.submission import Submission
 from pdmesh.engine.server.tier_client import TierClient
 from pdmesh.engine.server.unread_offers import UnreadOffers
 from pdmesh.errors import Draining, MeshError, PeerUnavailable
+from pdmesh.lifecycle import Life
 from pdmesh.protocol.offers import OfferTable
 from pdmesh.security import MeshSecret
 
@@ -87,15 +89,18 @@ class Engine:
         for running in self.table:
             self.endings.fail(running, error)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take nothing new; let requests finish and offers be fetched within `timeout_s`, then end what is left."""
+    async def drain(self, timeout_s: float, life: Life) -> None:
+        """Take nothing new; let requests finish and offers be fetched within `timeout_s`, then end what is left.
+
+        Offers are kept no longer than until `life` says that nobody is left to fetch them.
+        """
         self.board.drain(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 await self.table.emptied()
-                while self.offers.num_open:
-                    # An offer's end is a change of the load.
-                    await self.board.newer(self.board.version)
+                if self.offers.num_open:
+                    life.keeping()
+                    await _first_of(self._offers_ended(), life.forsaken())
         except TimeoutError:
             log.warning(
                 "not drained within %.1f s: ending %d requests and %d offers",
@@ -104,8 +109,27 @@ class Engine:
                 self.offers.num_open,
             )
         self.fail_all(Draining("the engine shut down before the request ended"))
+        if self.offers.num_open:
+            log.info("ending %d offers", self.offers.num_open)
         self.handoff.release_all()
         self.servicer.close()
+
+    async def _offers_ended(self) -> None:
+        while self.offers.num_open:
+            # An offer's end is a change of the load.
+            await self.board.newer(self.board.version)
+
+
+async def _first_of(*waits: Coroutine[object, object, None]) -> None:
+    """Return when one of them has, and end the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def assemble(

@@ -102,7 +102,7 @@ async def serve_front(
                 **({} if publisher is None else {"kv_event_source": publisher.source()}),
             )
             await life.stopped()
-            await engine.drain(config.drain_timeout_s)
+            await engine.drain(config.drain_timeout_s, life)
 
 
 def _pairing_facts(core: CoreClient, config: EngineConfig) -> dict[str, object]:
