@@ -384,6 +384,38 @@ def test_a_dead_core_fails_what_runs_and_refuses_what_comes() -> None:
     play(scene)
 
 
+def test_a_dead_core_runs_and_holds_nothing() -> None:
+    """While its server drained, metrics and load said what had run last."""
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        busy = Stats(
+            num_running=2, num_waiting=3, num_waiting_remote=4, num_waiting_tokens=5, num_blocks_used=6, num_blocks=8,
+            num_offers_held=1, num_blocks_quarantined=2, num_lanes_used=1, steps=9,
+        )  # fmt: skip
+        await core.say(stats=busy)
+        assert counted(engine, "vllm:num_requests_running") == 2
+        engine.core_died("killed by signal 9")
+
+        def held() -> set[float]:
+            load = engine.board.report()
+            names = (
+                "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_requests_waiting_by_reason",
+                "vllm:kv_cache_usage_perc", "pdmesh_kv_blocks_used", "pdmesh_kv_blocks_quarantined", "pdmesh_offers_held",
+                "pdmesh_kv_staging_lanes_used",
+            )  # fmt: skip
+            told = {load.num_running, load.num_waiting, load.num_waiting_tokens, load.kv_usage}
+            return told | {counted(engine, name) for name in names}
+
+        assert held() == {0}
+        # What it had said before is read after its death: its counts are taken.
+        await core.say(stats=msgspec.structs.replace(busy, steps=10))
+        assert held() == {0}
+        assert (counted(engine, "pdmesh_engine_steps_total"), counted(engine, "pdmesh_kv_blocks")) == (10, 8)
+        assert engine.board.report().draining
+
+    play(scene)
+
+
 def test_a_defect_ends_the_request_that_met_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended the session, and with it every request of that proxy."""
 

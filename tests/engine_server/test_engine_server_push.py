@@ -287,3 +287,37 @@ def test_a_push_that_ends_late_does_not_cost_its_consumer_the_connection_that_wa
         assert (num_gone(), list(pushes._attached)) == (2, [])
 
     play(scene)
+
+
+def test_a_dead_core_writes_no_more_and_its_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its offers were kept for what it wrote, and the server waited for its word on that as long as it may drain."""
+    monkeypatch.setattr(HeldCore, "ready", msgspec.structs.replace(HeldCore.ready, block_size=BLOCK))
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        pushes, offers = engine.handoff.pushes, engine.offers
+        for transfer_id, is_told in (("running", False), ("stopping", True)):
+            offers.open(f"o-{transfer_id}", request_id="r", digest=DIGEST)
+            offers.begin(transfer_id, "a@1", f"o-{transfer_id}", DIGEST, written=True)
+            pushes._active[transfer_id] = outgoing_pushes._Outgoing(
+                transfer_id=transfer_id,
+                offer_id=f"o-{transfer_id}",
+                consumer_id="a@1",
+                attached=outgoing_pushes._Attached(b"m"),
+                is_told_to_stop=is_told,
+            )
+        written = list(pushes._active.values())
+        engine.core_died("killed by signal 9")
+        assert (offers.num_open, offers.num_transfers, pushes._active) == (0, 0, {})
+        for push in written:
+            report = push.reports.get_nowait()
+            assert (report.ended, report.reason, report.num_blocks) == (True, "peer_lost", 0)
+            # Bytes that had left are the consumer's to keep out: it waits for nothing, and takes no word for that.
+            end = pb.EndTransferRequest(transfer_id=push.transfer_id, committed=False, reason="aborted")
+            ended = await engine.handoff.owner.EndTransfer(end, Any)  # type: ignore[arg-type]
+            assert (ended.writing, ended.stopping) == (True, False)
+        # What the core had said before is read after its death.
+        await core.say(pushes=[PushReport(transfer_id="running", num_blocks=0, ended=True)])
+        async with asyncio.timeout(5):
+            await engine.drain(60.0)
+
+    play(scene)

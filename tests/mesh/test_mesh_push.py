@@ -187,6 +187,26 @@ def test_prefill_dies_in_the_middle_of_a_push(doomed: Mesh, expected: Callable[[
     assert any("failed" in key for key in outcomes(doomed.decode[0], "pdmesh_pushes_received"))
 
 
+def test_the_core_of_a_prefill_dies_in_the_middle_of_a_push(
+    doomed: Mesh, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """Its server waited for the core's word on what it wrote: it was down for as long as it may drain."""
+    before, prefill = sent(doomed), doomed.prefill[0]
+    serving = Serving(doomed, prompt(12))
+    wait_mid_push(doomed, before)
+    [core] = [
+        each
+        for each in psutil.Process(prefill.process.pid).children()
+        if "pdmesh.engine.core_process" in each.cmdline()
+    ]
+    core.kill()
+    assert prefill.reap(20) == 1
+    assert "not drained" not in prefill.log
+    doomed.prefill.clear()
+    assert tokens_of(serving.result()) == expected(prompt(12))
+    wait(lambda: quarantined(doomed) == 0 and doomed.blocks_used() == 0, 12.0, "blocks stay in quarantine")
+
+
 def test_decode_dies_in_the_middle_of_a_push(doomed: Mesh, expected: Callable[[list[int]], list[int]]) -> None:
     before = sent(doomed)
     serving = Serving(doomed, prompt(8))

@@ -73,11 +73,11 @@ class Engine:
     def core_died(self, what: str) -> None:
         """Fail everything that ran; nothing new is taken."""
         self.generator.core_alive = False
-        self.board.drain()
+        self.board.core_died()
         error = PeerUnavailable(f"the engine core died ({what}); the request may be repeated")
         self.fail_all(error)
         self.resets.fail(error)
-        self.handoff.release_all()
+        self.handoff.core_died()
 
     def core_given_up(self, error: PeerUnavailable) -> None:
         """Fail what runs: the core stands still. What comes is refused until it is heard again."""

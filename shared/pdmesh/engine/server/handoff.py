@@ -195,6 +195,11 @@ class Handoff:
         self._offers.release_all()
         self.owner.settle()
 
+    def core_died(self) -> None:
+        """Let all offers go that nobody reads: what computed them is gone, and what wrote them."""
+        self.pushes.core_died()
+        self.release_all()
+
     def _ended(self, ended: EndedOffer) -> None:
         """Give the blocks of an offer that ended back to the core."""
         self._sealed.pop(ended.offer_id, None)

@@ -3,6 +3,8 @@
 import asyncio
 import time
 
+import msgspec
+
 from pdmesh.engine.stats import Stats
 from pdmesh.protocol import mesh_pb2
 from pdmesh.protocol.offers import OfferTable
@@ -20,6 +22,7 @@ class LoadBoard:
         self.num_submitted = 0
         """Requests sent to the core since its latest statistics."""
         self.draining = False
+        self._has_core = True
         self._ends_s = 0.0
         """When what runs is ended, once it drains; monotonic."""
         self.version = 0
@@ -42,9 +45,16 @@ class LoadBoard:
 
     def update(self, stats: Stats) -> None:
         """Take the core's latest statistics."""
-        self.stats = stats
+        # What a core had said before it died may be read after it.
+        self.stats = stats if self._has_core else _at_rest(stats)
         self.num_submitted = 0
         self.touch()
+
+    def core_died(self) -> None:
+        """Nothing runs any more, and nothing new is taken; what was counted stays."""
+        self._has_core = False
+        self.update(self.stats)
+        self.drain()
 
     def drain(self, timeout_s: float = 0.0) -> None:
         """Tell proxies to send nothing new, and how long what runs has."""
@@ -75,3 +85,18 @@ class LoadBoard:
             num_offers=self.num_offers,
             drain_remaining_ms=to_ms(max(0.0, self._ends_s - time.monotonic())) if self.draining else 0,
         )
+
+
+def _at_rest(stats: Stats) -> Stats:
+    """Those of a core that holds and computes nothing."""
+    return msgspec.structs.replace(
+        stats,
+        num_running=0,
+        num_waiting=0,
+        num_waiting_tokens=0,
+        num_waiting_remote=0,
+        num_blocks_used=0,
+        num_blocks_quarantined=0,
+        num_offers_held=0,
+        num_lanes_used=0,
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc.aio
 
+from pdmesh.connector.active import PullEnd
 from pdmesh.connector.base import PeerPool
 from pdmesh.connector.owner import PoolOwner
 from pdmesh.engine.messages import CoreReady, Use
@@ -111,6 +112,14 @@ class OutgoingPushes:
                 self._offers.end(push.transfer_id, False, report.reason)
             self._owner.settle()
         push.reports.put_nowait(report)
+
+    def core_died(self) -> None:
+        """End all pushes: nobody is left to write, or to say how far they are."""
+        for transfer_id in list(self._active):
+            # The core's transports die with it, and what they had handed to the network may arrive yet.
+            self.report(
+                PushReport(transfer_id=transfer_id, num_blocks=0, ended=True, reason=PullEnd.PEER_LOST, may_write=True)
+            )
 
     async def serve(self, order: PushOrder, context: Context) -> None:
         """Run one call of a consumer until all is written, it goes away, or there is nothing more to write."""
