@@ -220,6 +220,21 @@ def test_another_secret_is_refused() -> None:
     asyncio.run(scenario())
 
 
+def test_a_connector_that_gives_way_says_why_and_not_that_the_peer_cannot_be_reached(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The disk was full, the peer well within reach."""
+
+    async def scenario() -> None:
+        async with directory(Half()) as peers:
+            peers._greeter.count_fallback("file", "h:1", TransferFailed("unavailable: file: No space left on device"))
+
+    asyncio.run(scenario())
+    (line,) = [message for message in caplog.messages if message.startswith("connector file")]
+    assert "reach" not in line
+    assert line.endswith(": unavailable: file: No space left on device")
+
+
 def test_a_connector_that_does_not_reach_falls_back_and_is_counted() -> None:
     async def scenario() -> None:
         half = Half(refuse={"shm"})

@@ -157,7 +157,7 @@ def test_a_final_message_is_continued_and_echoed(text: TextModel) -> None:
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"tools": []}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -177,6 +177,12 @@ def test_what_chat_refuses_names_the_field(shared_server: ApiServer, extra: dict
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == param
     assert shared_server.post("/v1/chat/completions", {"messages": MESSAGES}).status_code == 200
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}], ids=str)
+def test_tools_are_said_not_to_be_served_yet(shared_server: ApiServer, choice: dict[str, object]) -> None:
+    body = {"messages": MESSAGES, "tools": [{"type": "function"}], **choice}
+    assert "tools are not served yet" in shared_server.post("/v1/chat/completions", body).json()["error"]["message"]
 
 
 def test_tools_may_be_shown_without_being_called(shared_server: ApiServer) -> None:

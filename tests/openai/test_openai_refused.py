@@ -36,7 +36,7 @@ RANGES: list[tuple[str, Any]] = [
     *[("allowed_token_ids", value) for value in ([], [-1], [99999999])],
     *[("logit_bias", value) for value in ({"99999999": 1}, {"-1": 1}, {"a": 1}, HUGE_BIAS, {"1": float("nan")})],
     *[("bad_words", value) for value in ([""], [" "], ["w"] * 129)],
-    *[("truncate_prompt_tokens", value) for value in (-2, 5000)],
+    *[("truncate_prompt_tokens", value) for value in (-2, 0, 5000)],
     *[("prompt", value) for value in (None, "", [], [""], [[]], ["a", 1], [[1], "a"], [1.5], [True, False], 5, {})],
     *[("prompt", value) for value in ([99999999], [-1], [[1], [99999999]], ["a"] * 1025)],
     *[("cache_salt", value) for value in ("", "a@b", "a/b", "a\\b", "a\0b", "x" * 129)],
@@ -208,6 +208,14 @@ def test_unknown_routes_and_methods_answer_as_vllm(shared_server: ApiServer) -> 
         missing, wrong = client.get("/v1/nothing"), client.get("/v1/completions")
     assert (missing.status_code, missing.json()) == (404, {"detail": "Not Found"})
     assert (wrong.status_code, wrong.json()) == (405, {"detail": "Method Not Allowed"})
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+def test_an_endpoint_of_openai_that_is_not_served_says_so(shared_server: ApiServer, path: str) -> None:
+    refused = shared_server.post(path, {"model": "m", "input": "x"})
+    assert refused.status_code == 404
+    assert refused.json()["error"]["message"].startswith(f"{path} is not served")
+    assert refused.json()["error"]["code"] == 404
 
 
 @pytest.mark.parametrize(

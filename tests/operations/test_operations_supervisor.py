@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ READY = (
     "import os, sys, json; os.write(int(sys.argv[-1]), json.dumps({'ready': True, 'grpc_port': 7}).encode() + b'\\n')\n"
 )
 SLEEP = "import time; time.sleep(600)\n"
+PORTS: list[Ports] = []
 # Starts a child of its own in the same group, and tells its pid in the log.
 GRANDCHILD = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
 
@@ -54,8 +55,10 @@ def spec(code: str) -> ChildSpec:
 
 
 @pytest.fixture
-def runtime(tmp_path: Path) -> RuntimeFolder:
-    return RuntimeFolder.open(str(tmp_path), 8000, "")
+def runtime(tmp_path: Path) -> Iterator[RuntimeFolder]:
+    yield RuntimeFolder.open(str(tmp_path), 8000, "")
+    while PORTS:
+        PORTS.pop().close()
 
 
 @pytest.fixture
@@ -263,7 +266,9 @@ def test_stop_ends_the_wait_between_restarts(keep: Callable[[str], Keeper], monk
 def make_plan(runtime: RuntimeFolder, *flags: str, environ: dict[str, str] | None = None, context: int = 8192) -> Plan:
     environ = environ or {}
     config = load_config(UpConfig, ["--port", str(free_port()), *flags], prog="pdmesh up", environ=environ)
-    with contextlib.closing(Ports()) as ports:
+    PORTS.append(ports := Ports())
+    # The next plan gets the usual ones, too; those that engines take later are held until the test's end.
+    with contextlib.closing(ports):
         return Plan(config, runtime, environ, ports, context)
 
 
@@ -396,6 +401,18 @@ def test_a_role_that_may_drain_longer_is_waited_for(
     given = asyncio.run(go())
     assert given[Role.PREFILL] >= 70
     assert given[Role.DECODE] < 10
+
+
+def test_an_engine_has_the_same_ports_in_all_its_lives(runtime: RuntimeFolder) -> None:
+    """All but the first of a role came back on others, where nobody scraped them."""
+    config = load_config(UpConfig, ["--port", str(free_port()), "--decode", "3"], prog="pdmesh up", environ={})
+    with contextlib.closing(Ports()) as ports:
+        plan = Plan(config, runtime, {}, ports, 8192)
+        made = [plan.engine(Role.DECODE, number) for number in (2, 3)]
+        told = [flag(child, name) for child in made for name in ("--port", "--grpc-port")]
+        assert "0" not in told
+        assert len(set(told)) == 4
+        assert made == [plan.engine(Role.DECODE, number) for number in (2, 3)]
 
 
 def test_engines_keep_offers_until_no_engine_could_fetch_them(

@@ -288,7 +288,7 @@ class Greeter:
             self._logged[name, address] = None
             if len(self._logged) > MAX_LOGGED:
                 del self._logged[next(iter(self._logged))]
-            log.warning("connector %s cannot reach %s, trying the next: %s", name, address, error.message)
+            log.warning("connector %s is not used for the KV of %s, but the next one: %s", name, address, error.message)
 
 
 def open_stub(address: str, secret: MeshSecret) -> "tuple[grpc.aio.Channel, mesh_pb2_grpc.KVPeerAsyncStub]":

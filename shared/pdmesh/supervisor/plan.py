@@ -83,6 +83,9 @@ class Plan:
             for role, usual in DEFAULT_PORTS.items()
             if role in self.roles
         }
+        self._free_ports = ports
+        self._further_ports: dict[str, DefaultPorts] = {}
+        """Of the engines that have not their role's usual ones."""
         self._num_engines = {Role.PREFILL: config.num_prefill, Role.DECODE: config.decode}
 
     @property
@@ -143,10 +146,9 @@ class Plan:
         return replace(spec, is_door=not is_moved, drain_timeout_s=spec.drain_timeout_s + grace_s)
 
     def engine(self, role: Role, number: int) -> ChildSpec:
-        """The `number`th prefill or decode engine, from 1; all but the first of a role bind any free ports."""
+        """The `number`th prefill or decode engine, from 1."""
         config = self._config
-        # A role that the mesh did not start with may come by `pdmesh scale`.
-        ports = self._ports[role] if number == 1 and role in self._ports else DefaultPorts(http=0, grpc=0)
+        ports = self._ports_of(role, number)
         flags = ["--model", config.model, "--engine-id", f"{role}-{number}"]
         flags += ["--port", str(ports.http), "--grpc-port", str(ports.grpc)]
         flags += ["--dtype", config.dtype, "--backend", config.backend, "--quantization", config.quantization]
@@ -161,6 +163,17 @@ class Plan:
         if config.kvcache:
             flags += ["--kvcache", f"{LOOPBACK}:{self._kvcache_port}"]
         return self._service(role, f"{role}-{number}", [*flags, *self._served_name()])
+
+    def _ports_of(self, role: Role, number: int) -> DefaultPorts:
+        """An engine's ports in all its lives, so that who looks at its metrics finds it again after a restart."""
+        # A role that the mesh did not start with may come by `pdmesh scale`.
+        if number == 1 and role in self._ports:
+            return self._ports[role]
+        name = f"{role}-{number}"
+        if name not in self._further_ports:
+            free = self._free_ports
+            self._further_ports[name] = DefaultPorts(http=free.any(LOOPBACK), grpc=free.any(LOOPBACK))
+        return self._further_ports[name]
 
     def kvcache(self) -> ChildSpec:
         """The tier. It connects to Valkey when that answers: one of ours starts beside it, another may be away when the

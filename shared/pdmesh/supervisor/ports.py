@@ -30,6 +30,10 @@ class Ports:
             port = _any_free(host)
         return port
 
+    def any(self, host: str) -> int:
+        """Hold a port that the kernel picks; returns it."""
+        return self.prefer(host, _any_free(host))
+
     def close(self) -> None:
         """Let go of all."""
         for held in self._held:

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 import pdmesh
 from pdmesh.config import HttpConfig
-from pdmesh.errors import InternalError, MeshError
+from pdmesh.errors import InternalError, MeshError, NotFound
 from pdmesh.openai.generator import ModelCard
 from pdmesh.openai.http.body import read_body
 from pdmesh.openai.http.disconnect import CLIENT_CLOSED_REQUEST, ClientGone, unless_disconnected
@@ -27,6 +27,9 @@ from pdmesh.openai.serving import Serving
 
 log = logging.getLogger(__name__)
 
+# What clients of the API may well ask for.
+UNSERVED = ("/v1/embeddings", "/v1/responses")
+
 
 def make_router(serving: Serving, config: HttpConfig, registry: CollectorRegistry) -> APIRouter:
     """Build all routes over one Serving."""
@@ -41,6 +44,9 @@ def make_router(serving: Serving, config: HttpConfig, registry: CollectorRegistr
     async def chat_completions(request: Request) -> Response:
         body, raw = await read_body(request, ChatBody, config)
         return await _answer(await serving.chat(body, raw, _caller(request)), request, config)
+
+    for path in UNSERVED:
+        router.add_api_route(path, _unserved, methods=["POST"], include_in_schema=False)
 
     @router.get("/v1/models")
     async def models() -> Response:
@@ -102,6 +108,10 @@ def make_router(serving: Serving, config: HttpConfig, registry: CollectorRegistr
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+async def _unserved(request: Request) -> Response:
+    raise NotFound(f"{request.url.path} is not served: this server has /v1/completions and /v1/chat/completions")
 
 
 async def _answer(job: Job, request: Request, config: HttpConfig) -> Response:

@@ -55,10 +55,12 @@ def check_tools(body: ChatBody) -> None:
     if not body.tools:
         raise InvalidRequest("tools must not be an empty list; leave it out instead", param="tools")
     if body.tool_choice != "none":
+        name = "tools" if body.tool_choice is None else "tool_choice"
+        what = "tools" if body.tool_choice is None else 'tool_choice other than "none"'
         raise InvalidRequest(
-            'tool_choice other than "none" is not supported by this server yet: tool calls in the answer would not be '
-            'parsed; set tool_choice to "none" to only show the tools to the model',
-            param="tool_choice",
+            f"{what}: tools are not served yet, as tool calls in the answer would not be parsed; set tool_choice to "
+            '"none" to only show the tools to the model',
+            param=name,
         )
 
 

@@ -75,9 +75,9 @@ def fit_prompt(token_ids: list[int], body: GenerationBody, card: ModelCard, max_
     """Apply truncate_prompt_tokens and check ids and length."""
     keep = body.truncate_prompt_tokens
     if keep is not None:
-        if not -1 <= keep <= card.max_model_len:
+        if not -1 <= keep <= card.max_model_len or keep == 0:
             raise InvalidRequest(
-                f"truncate_prompt_tokens must be between -1 and max_model_len={card.max_model_len}, got {keep}",
+                f"truncate_prompt_tokens must be -1 or between 1 and max_model_len={card.max_model_len}, got {keep}",
                 param="truncate_prompt_tokens",
             )
         if keep == -1:
