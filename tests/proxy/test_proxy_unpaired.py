@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import grpc.aio
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdmesh.cli.status import PREFIX, _lines
+from pdmesh.cli.status import PREFIX, _lines, as_json
 from pdmesh.openai.http.route_header import describe_route
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.mesh_pb2_grpc import add_EngineServicer_to_server
@@ -61,6 +62,34 @@ def test_a_refused_pair_is_told_in_the_debug_header_and_in_the_metrics() -> None
     asyncio.run(body())
 
 
+def test_the_status_says_of_each_engine_where_it_is_and_what_it_does() -> None:
+    """It said how many there were."""
+
+    async def body() -> None:
+        prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+        async with fake_mesh(prefill, decode) as mesh:
+            assert tokens_of(await mesh.collect(token_request()))
+            decode.drain(within_ms=60_000)
+            await until(lambda: any(engine.draining for engine in mesh.cluster.view().engines))
+            text = generate_latest(mesh.registry).decode()
+            samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
+            told = {each.name.removeprefix(PREFIX): each for each in samples}
+            lines = list(_lines(samples, told))
+            assert any(
+                f"{prefill.engine_id} (prefill) at {prefill.address}: serving, 0 sequences" in line for line in lines
+            )
+            assert any(f"{decode.engine_id} (decode) at {decode.address}: draining" in line for line in lines)
+            found = json.loads(as_json(samples, told))
+            assert {(each["engine"], each["address"], each["role"], each["state"]) for each in found["engines"]} == {
+                (prefill.engine_id, prefill.address, "prefill", "serving"),
+                (decode.engine_id, decode.address, "decode", "draining"),
+            }
+            assert found["requests_in_flight"] == 0
+            assert found["unreached"] == []
+
+    asyncio.run(body())
+
+
 def test_an_engine_that_is_listed_but_cannot_be_used_is_named_with_the_reason() -> None:
     """One with another secret, or without TLS, was in no metric: `pdmesh status` told of the others as if they were all."""
 
@@ -84,7 +113,7 @@ def test_an_engine_that_is_listed_but_cannot_be_used_is_named_with_the_reason() 
         ):
             await until(lambda: "mesh secret" in told(mesh) and "engines: 1 decode" in told(mesh))
             assert f"listed, but not used: 127.0.0.1:{port}: " in told(mesh)
-            assert decode.address not in told(mesh)
+            assert f"listed, but not used: {decode.address}" not in told(mesh)
 
     asyncio.run(body())
 

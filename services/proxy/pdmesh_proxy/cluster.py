@@ -18,6 +18,7 @@ from pdmesh.security import MeshSecret
 from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.discovery import Addresses, Discovery, Listed
 from pdmesh_proxy.endpoint import Endpoint
+from pdmesh_proxy.engine_metrics import EngineCollector
 from pdmesh_proxy.engine_session import EngineSession, SessionSettings
 from pdmesh_proxy.metrics import ProxyMetrics
 from pdmesh_proxy.model_choice import Candidate, choose_model, serves
@@ -61,6 +62,7 @@ class Cluster:
         self._model_name = ""
         self._max_model_len = 0
         self._vocab_size = 0
+        metrics.watch(EngineCollector(self.view))
 
     async def __aenter__(self) -> Self:
         # The first look is awaited so that a proxy that says it is ready has at least tried.

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.registry import Collector
 
 STAGE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -27,6 +28,7 @@ class ProxyMetrics:
     """Registered once per process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         self.requests = Counter(
             "pdmesh_proxy_requests",
             "Requests ended, by HTTP status (499: the client left) and routing reason.",
@@ -126,3 +128,7 @@ class ProxyMetrics:
         self._unpaired.clear()
         for (prefill, decode), why in refusals.items():
             self._unpaired.labels(prefill, decode, why).set(1)
+
+    def watch(self, collector: Collector) -> None:
+        """Show what is looked up when somebody asks."""
+        self._registry.register(collector)

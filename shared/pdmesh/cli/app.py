@@ -33,6 +33,7 @@ Text = Annotated[str, typer.Argument(metavar="[TEXT]", help="Send this, as --qui
 Quick = Annotated[str, typer.Option("--quick", "-q", metavar="TEXT", help="Send this, print the answer and end.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens per answer.")]
 Temperature = Annotated[float | None, typer.Option(min=0, max=2, help="0 is greedy; default: the server's.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 Stats = Annotated[bool, typer.Option("--stats", help="Print time to first token, speed and route after each answer.")]
 
 
@@ -132,10 +133,13 @@ def complete(
 
 
 @app.command()
-def status(url: Url = CHAT_URL, api_key: ApiKey = "") -> None:
-    """Say which engines a proxy has, and which of them cannot hand over to each other and why."""
-    from pdmesh.cli.status import status_lines
+def status(url: Url = CHAT_URL, api_key: ApiKey = "", json: Json = False) -> None:
+    """Say which engines a proxy has and how busy they are, and which of them cannot hand over to each other and why."""
+    from pdmesh.cli.status import status_json, status_lines
 
+    if json:
+        typer.echo(status_json(url, api_key))
+        return
     for line in status_lines(url, api_key):
         typer.echo(line)
 

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 import httpx
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from pdmesh.cli.engine_states import engine_states
 from pdmesh.errors import ConfigError, InternalError, PeerUnavailable
 
 TIMEOUT_S = 5.0
@@ -15,16 +17,35 @@ COUNTED = {"engines_resting": "resting after failures", "engines_refused": "not 
 
 def status_lines(url: str, api_key: str) -> list[str]:
     """Ask the proxy behind an API's base URL. Raises PeerUnavailable when nobody answers, InternalError for what it answers."""
+    return list(_lines(*_asked(url, api_key)))
+
+
+def status_json(url: str, api_key: str) -> str:
+    """The same for programs. Raises as `status_lines` does."""
+    return as_json(*_asked(url, api_key))
+
+
+def as_json(samples: list[Sample], told: dict[str, Sample]) -> str:
+    """One object: the engines in use, those that are listed and not used, and pairs that cannot hand over."""
+    listed = {"unreached": f"{PREFIX}engines_unreached", "unpaired": f"{PREFIX}unpaired_engines"}
+    found: dict[str, object] = {"engines": engine_states(samples)}
+    found |= {key: [sample.labels for sample in samples if sample.name == name] for key, name in listed.items()}
+    found |= {name: int(told[name].value) for name in (*COUNTED, "requests_in_flight") if name in told}
+    return msgspec.json.encode(found).decode()
+
+
+def _asked(url: str, api_key: str) -> tuple[list[Sample], dict[str, Sample]]:
     samples = [sample for family in text_string_to_metric_families(_metrics(url, api_key)) for sample in family.samples]
     told = {sample.name.removeprefix(PREFIX): sample for sample in samples if sample.name.startswith(PREFIX)}
     if "engines" not in told:
         raise InternalError(f"{url} is no proxy of pdmesh: it has no metric {PREFIX}engines")
-    return list(_lines(samples, told))
+    return samples, told
 
 
 def _lines(samples: list[Sample], told: dict[str, Sample]) -> Iterator[str]:
     roles = [sample for sample in samples if sample.name == f"{PREFIX}engines" and sample.value]
     yield "engines: " + (", ".join(f"{sample.value:.0f} {sample.labels['role']}" for sample in roles) or "none")
+    yield from (f"  {engine.line}" for engine in engine_states(samples))
     for name, words in COUNTED.items():
         if name in told and (count := told[name].value):
             yield f"  {count:.0f} {words}"
