@@ -35,6 +35,10 @@ each. `right`: every token is the single engine's. `503`: PeerUnavailable or Dra
 without the stream's end mark. `left`: the client went away. Before each of the last four there was no token, or only right ones.
 `clock skew 60 s`: the request's decode and proxy have a monotonic clock, and one since boot, a minute ahead; decode's wall clock
 is a minute ahead and the proxy's a minute behind. `restart`: SIGTERM, and the new one as soon as the old has ended.
+
+SIGSTOP is of a whole service for 5 s, less than the proxy's `--heartbeat-timeout-s` (6). Where only an engine's core stands
+still, its server goes on answering the proxy, and its requests are held for `--core-timeout-s` (20) before they go on
+elsewhere: [set it](tuning.md#the-table) to a few times the longest step.
 """
 
 

@@ -343,10 +343,10 @@ def test_what_is_remembered_of_refused_engines_goes_with_their_addresses(tmp_pat
                     async with FakeEngine("decode", model_fingerprint="model-2") as stranger:
                         listing.write_text(f"{engine.address}\n{stranger.address}\n")
                         await until(lambda: mesh.metric("pdmesh_proxy_engines_refused"))
-                        assert len(mesh.cluster._refused) == 1
+                        assert len(mesh.cluster._model._refused) == 1
                     listing.write_text(f"{engine.address}\n")
                     await until(lambda: len(mesh.cluster._endpoints) == 1)
-                assert not mesh.cluster._refused
+                assert not mesh.cluster._model._refused
 
     asyncio.run(scenario())
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdmesh.protocol.capabilities import OWN, UNTOLD
 from pdmesh.protocol.exchange import KVDescription, KVNames
@@ -134,6 +137,10 @@ OTHER = candidate("x", "v", can_decode=True)
 SILENT = candidate("m32", can_decode=True)
 
 
+def leaving(engine: Candidate) -> Candidate:
+    return dataclasses.replace(engine, draining=True)
+
+
 @pytest.mark.parametrize(
     ("current", "candidates", "chosen"),
     [
@@ -142,23 +149,52 @@ SILENT = candidate("m32", can_decode=True)
         # A prefill that answered first does not keep the decodes of its weights out.
         (WIDE, [WIDE, NARROW], "m16"),
         (None, [WIDE, WIDE, NARROW], "m16"),
-        # A stranger does not take over.
-        (WIDE, [WIDE, OTHER], "m32"),
-        (NARROW, [WIDE, OTHER, OTHER, NARROW], "m16"),
+        # A stranger does not take over, whichever came first; one that decodes is as good as one that prefills and better.
+        (WIDE, [WIDE, WIDE, OTHER], "m32"),
+        (OTHER, [WIDE, WIDE, OTHER], "m32"),
+        (WIDE, [WIDE, OTHER], "x"),
+        (NARROW, [WIDE, OTHER, NARROW], "m16"),
+        # As many engines, and fewer that decode.
+        (NARROW, [WIDE, OTHER, OTHER, NARROW], "x"),
         # The last decode has gone: prefills serve alone, and the decode's numbers are back with it.
         (NARROW, [WIDE], "m32"),
         (NARROW, [OTHER], "x"),
         (NARROW, [], "m16"),
         # One odd decode is not believed against those that prefills go with.
         (None, [WIDE, WIDE, OTHER, NARROW], "m16"),
-        # Engines of the release before tell no weights.
-        (SILENT, [SILENT, candidate("m16", can_decode=True)], "m32"),
+        # Engines of the release before tell no weights; alike in number, they are told apart by fingerprint.
+        (SILENT, [SILENT, candidate("m16", can_decode=True)], "m16"),
         (WIDE, [SILENT], "m32"),
+        # A rolling update, one of three at a time.
+        (NARROW, [OTHER, NARROW, NARROW], "m16"),
+        (NARROW, [OTHER, OTHER, NARROW], "x"),
+        # Who shuts down has no say while somebody stays.
+        (NARROW, [OTHER, leaving(NARROW), leaving(NARROW)], "x"),
+        (OTHER, [leaving(OTHER), leaving(NARROW), leaving(NARROW)], "m16"),
     ],
 )
 def test_the_model_in_use(current: Candidate | None, candidates: list[Candidate], chosen: str | None) -> None:
     names = choose_model(current and current.names, candidates)
     assert (names and names.model_fingerprint) == chosen
+
+
+@given(st.lists(st.sampled_from([WIDE, NARROW, OTHER, SILENT, leaving(OTHER)]), min_size=1), st.randoms())
+def test_proxies_that_reach_the_same_engines_choose_the_same(engines: list[Candidate], random: Random) -> None:
+    """The first engine to start decided for the mesh, and two proxies that met them in another order served two models."""
+    chosen = choose_model(None, engines)
+    assert chosen is not None
+    shuffled = random.sample(engines, len(engines))
+    for before in (WIDE, NARROW, OTHER):
+        other = choose_model(before.names, shuffled)
+        assert other is not None
+        assert other.model_fingerprint == chosen.model_fingerprint
+
+
+def test_a_wanted_model_is_served_however_few_have_it() -> None:
+    chosen = choose_model(None, [OTHER, OTHER, NARROW], wanted="m1")
+    assert chosen == NARROW.names
+    assert choose_model(None, [OTHER, OTHER], wanted="m1") is None
+    assert choose_model(NARROW.names, [OTHER], wanted="m1") == NARROW.names
 
 
 def test_only_a_prefill_may_differ_in_dtype() -> None:

@@ -73,7 +73,12 @@ async def proxy_over(
 
 
 def token_request(
-    prompt: Sequence[int] = PROMPT, *, deadline_s: float = 10.0, request_id: str = "", **sampling: Any
+    prompt: Sequence[int] = PROMPT,
+    *,
+    deadline_s: float = 10.0,
+    request_id: str = "",
+    model_fingerprint: str = "",
+    **sampling: Any,
 ) -> TokenRequest:
     sampling = {"max_tokens": 8} | sampling
     return TokenRequest(
@@ -81,6 +86,7 @@ def token_request(
         token_ids=list(prompt),
         sampling=SamplingParams(**sampling),
         deadline_s=deadline_s,
+        model_fingerprint=model_fingerprint,
     )
 
 

@@ -1,7 +1,6 @@
 """All engines of the mesh as this proxy knows them: endpoints come and go with discovery, `view()` is the router's picture.
 
-Which model. The model in use is that of the first engine that answered, as `model_choice` has it; engines with another are not
-used.
+Which model. New requests go to that of most engines, as `model_choice` has it; engines with another end what runs there.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ from typing import Any, Self
 
 from pdmesh.errors import PeerUnavailable
 from pdmesh.openai.generator import ModelCard
-from pdmesh.protocol.exchange import Exchange, KVNames
+from pdmesh.protocol.exchange import Exchange, KVNames, have_same_weights
 from pdmesh.security import MeshSecret
 from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.discovery import Addresses, Discovery, Listed
@@ -21,8 +20,9 @@ from pdmesh_proxy.endpoint import Endpoint
 from pdmesh_proxy.engine_metrics import EngineCollector
 from pdmesh_proxy.engine_session import EngineSession, SessionSettings
 from pdmesh_proxy.metrics import ProxyMetrics
-from pdmesh_proxy.model_choice import Candidate, choose_model, serves
+from pdmesh_proxy.model_choice import Candidate, serves
 from pdmesh_proxy.pairs import conversion, exchange_of, refusal
+from pdmesh_proxy.served_model import Heard, ServedModel
 from pdmesh_proxy.view import ClusterView, EngineView
 
 log = logging.getLogger(__name__)
@@ -53,13 +53,9 @@ class Cluster:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._num_used = 0
-        self._served: KVNames | None = None
-        """The model in use; None until an engine has answered."""
-        self._refused: dict[str, str] = {}
-        """Address -> process there with another model, already logged."""
+        self._model = ServedModel(config.model_fingerprint, metrics)
         self._unlike: set[tuple[str, str]] = set()
         """Prefill and decode processes that cannot exchange KV as it is, already logged."""
-        self._model_name = ""
         self._max_model_len = 0
         self._vocab_size = 0
         metrics.watch(EngineCollector(self.view))
@@ -82,19 +78,45 @@ class Cluster:
 
     # ---- what requests need --------------------------------------------------------------------
 
-    def view(self) -> ClusterView:
-        """Picture every engine that answers and serves the model in use."""
-        engines: dict[str, EngineView] = {}
-        for endpoint in self._endpoints.values():
-            session = endpoint.session
-            if session is not None and not session.broken and self._serves(endpoint, session):
-                # One process reached under two addresses is one engine.
-                engines.setdefault(session.peer_id, _engine_view(endpoint, session))
+    def view(self, model: KVNames | None = None) -> ClusterView:
+        """Picture every engine that answers and serves a model, new requests' if none is given.
+
+        Where no engine is left that takes a request of the model, those of new requests are as good if their weights are the
+        same: the last decode may have gone, and a prefill of another dtype goes on.
+        """
+        served = self._model.names
+        engines = self._engines_of(model or served)
+        is_left = any(not engine.draining for engine in engines)
+        if not is_left and model and served and have_same_weights(model.description, served.description):
+            engines = self._engines_of(served)
         return ClusterView(
-            engines=tuple(engines.values()),
+            engines=engines,
             wants_prefill=Listed.PREFILL in self._discovery.wanted,
             wants_decode=Listed.DECODE in self._discovery.wanted,
         )
+
+    def model_named(self, fingerprint: str) -> KVNames | None:
+        """The model of a fingerprint; that of new requests for an empty one, None while it is not known."""
+        return self._model.named(fingerprint)
+
+    def why_none(self, model: KVNames | None) -> str:
+        """Why no engine has the model that a request began with, or begins with now; empty when that is not the reason."""
+        return self._model.why_none(model)
+
+    def _engines_of(self, model: KVNames | None) -> tuple[EngineView, ...]:
+        engines: dict[str, EngineView] = {}
+        for endpoint, session in self._answering():
+            if serves(_candidate(endpoint, session), model):
+                # One process reached under two addresses is one engine.
+                engines.setdefault(session.peer_id, _engine_view(endpoint, session))
+        return tuple(engines.values())
+
+    def _answering(self) -> list[tuple[Endpoint, EngineSession]]:
+        return [
+            (endpoint, endpoint.session)
+            for endpoint in self._endpoints.values()
+            if endpoint.session is not None and not endpoint.session.broken
+        ]
 
     def session(self, engine: EngineView) -> tuple[Endpoint, EngineSession]:
         """The connection a view was made from. Raises PeerUnavailable when it has gone since."""
@@ -121,14 +143,15 @@ class Cluster:
     @property
     def looking(self) -> bool:
         """Whether the model is not known because not every engine has been heard yet, as just after a start."""
-        return self._served is None and not self._all_tried
+        return self._model.names is None and not self._all_tried
 
     def card(self, created_s: int) -> ModelCard:
-        """Describe the model in use. Raises PeerUnavailable while no engine has ever answered."""
-        if self._served is None:
-            raise PeerUnavailable("no engine has answered yet, so the model is not known", retry_after_s=1)
+        """Describe the model of new requests. Raises PeerUnavailable while no engine has ever answered with it."""
+        if self._model.names is None:
+            why = self.why_none(None)
+            raise PeerUnavailable(why or "no engine has answered yet, so the model is not known", retry_after_s=1)
         return ModelCard(
-            name=self._config.served_model_name or self._model_name,
+            name=self._config.served_model_name or self._model.name,
             root=self._config.model,
             max_model_len=self._max_model_len,
             created_s=created_s,
@@ -163,7 +186,7 @@ class Cluster:
         while not endpoint.unwanted:
             await endpoint.run()
         del self._endpoints[endpoint.address]
-        self._refused.pop(endpoint.address, None)
+        self._model.forget(endpoint.address)
         self._on_change()
 
     def _start(self, life: Coroutine[Any, Any, None]) -> None:
@@ -177,21 +200,18 @@ class Cluster:
             log.error("a task of the cluster ended by a defect", exc_info=exc)
 
     def _on_change(self) -> None:
-        sessions = [
-            (endpoint, endpoint.session)
-            for endpoint in self._endpoints.values()
-            if endpoint.session is not None and not endpoint.session.broken
-        ]
-        self._choose_model(sessions)
-        serving = [session for endpoint, session in sessions if self._serves(endpoint, session)]
+        heard = [Heard(candidate=_candidate(*each), session=each[1]) for each in self._answering()]
+        if not self.looking:
+            # The first to answer may be the odd one out: all are heard, or found silent, before any is believed.
+            self._model.choose(heard)
+        serving = [each.session for each in heard if serves(each.candidate, self._model.names)]
         if serving:
             self._max_model_len = min(session.info.max_model_len for session in serving)
             self._vocab_size = serving[0].info.vocab_size
-            self._model_name = serving[0].info.model
         roles = Counter(session.info.role for session in {session.peer_id: session for session in serving}.values())
         for role in (ROLE_PREFILL, ROLE_DECODE, ROLE_BOTH):
             self._metrics.engines.labels(role).set(roles[role])
-        self._metrics.engines_refused.set(len(sessions) - len(serving))
+        self._metrics.engines_refused.set(len(heard) - len(serving))
         self._metrics.unreached({each.address: each.problem for each in self._endpoints.values() if each.problem})
         self._tell_of_unlike()
         if not self._is_settled():
@@ -207,30 +227,6 @@ class Cluster:
     @property
     def _all_tried(self) -> bool:
         return all(endpoint.tried for endpoint in self._endpoints.values())
-
-    def _choose_model(self, sessions: list[tuple[Endpoint, EngineSession]]) -> None:
-        if self.looking:
-            # The first to answer may be the odd one out: all are heard, or found silent, before any is believed.
-            return
-        before, candidates = self._served, [_candidate(endpoint, session) for endpoint, session in sessions]
-        self._served = choose_model(before, candidates)
-        if self._served is None:
-            return
-        if before is None or before.model_fingerprint != self._served.model_fingerprint:
-            self._refused.clear()
-        for endpoint, session in sessions:
-            if not self._serves(endpoint, session) and self._refused.get(session.address) != session.peer_id:
-                self._refused[session.address] = session.peer_id
-                log.warning(
-                    "engine %s at %s is not used: it serves %s (%s), the mesh serves %s (%s); model and quantization must be the "
-                    "same, and between engines that decode dtype and kv-cache-dtype too",
-                    session.info.engine_id,
-                    session.address,
-                    session.info.model,
-                    session.info.model_fingerprint,
-                    self._model_name,
-                    self._served.model_fingerprint,
-                )
 
     def _tell_of_unlike(self) -> None:
         """Say once of each two processes that they cannot disaggregate, or not as they are: requests are served all the same."""
@@ -258,12 +254,13 @@ class Cluster:
             self._metrics.unpaired({(one.engine_id, other.engine_id): refusal(one, other) for one, other in refused})
         self._unlike = set(unlike)
 
-    def _serves(self, endpoint: Endpoint, session: EngineSession) -> bool:
-        return serves(_candidate(endpoint, session), self._served)
-
 
 def _candidate(endpoint: Endpoint, session: EngineSession) -> Candidate:
-    return Candidate(names=session.names, can_decode=_roles(endpoint.listed, session.info.role)[1])
+    return Candidate(
+        names=session.names,
+        can_decode=_roles(endpoint.listed, session.info.role)[1],
+        draining=session.control.load.draining or session.closing,
+    )
 
 
 def _engine_view(endpoint: Endpoint, session: EngineSession) -> EngineView:

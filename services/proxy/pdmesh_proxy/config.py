@@ -1,5 +1,6 @@
 """Settings of the proxy service."""
 
+import re
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
@@ -7,6 +8,9 @@ from pydantic import Field, field_validator, model_validator
 from pdmesh.config import HttpConfig, ServiceConfig
 from pdmesh.protocol.offers import OFFER_LEASE_S
 from pdmesh_proxy.targets import parse_target
+
+FINGERPRINT_CHARS = 32
+FINGERPRINT = re.compile(rf"[0-9a-fA-F]{{8,{FINGERPRINT_CHARS}}}")
 
 
 class ProxyConfig(ServiceConfig, HttpConfig):
@@ -24,6 +28,10 @@ class ProxyConfig(ServiceConfig, HttpConfig):
     """Where the tokenizer and the chat template come from: the same value as the engines' `model`."""
     served_model_name: str = ""
     """Name in the API; empty: the engines'."""
+    model_fingerprint: str = ""
+    """Serve this model only: its fingerprint, or at least the first 8 hex digits of it, as `pdmesh status` and the log show it of
+    each engine. Engines with another are not used, and without one of it requests are a 503. Empty: the model with which most
+    engines can be used; of several the one that more engines decode, then the least fingerprint."""
     prefill: list[str] = Field(default=["127.0.0.1:8101"])
     """Prefill engines, comma-separated: gRPC `host:port` (every address of the host is an engine) or `file:PATH` with one
     `host:port` per line. Both are looked at again every `resolve_interval_s`, at rest every `resolve_rest_interval_s`."""
@@ -84,6 +92,15 @@ class ProxyConfig(ServiceConfig, HttpConfig):
                 "stands still has to be found while its ticket is worth something to another"
             )
         return self
+
+    @field_validator("model_fingerprint")
+    @classmethod
+    def _check_fingerprint(cls, fingerprint: str) -> str:
+        if fingerprint and not FINGERPRINT.fullmatch(fingerprint):
+            raise ValueError(
+                f"{fingerprint!r} must be 8 to {FINGERPRINT_CHARS} hex digits, the beginning of a model's fingerprint, or empty"
+            )
+        return fingerprint.lower()
 
     @field_validator("prefill", "decode")
     @classmethod

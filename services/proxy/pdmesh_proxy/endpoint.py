@@ -209,7 +209,14 @@ class Endpoint:
         if session is not None and session.control.answered and not session.broken and self.session is None:
             self.session, self.tried = session, True
             self._complaint = ""
-            log.info("engine %s (%s) at %s joined", session.info.engine_id, session.info.role, self.address)
+            log.info(
+                "engine %s (%s) at %s joined: it serves %s, model fingerprint %s",
+                session.info.engine_id,
+                session.info.role,
+                self.address,
+                session.info.model,
+                session.info.model_fingerprint,
+            )
         self._on_change()
 
     def _complain(self, message: str) -> None:

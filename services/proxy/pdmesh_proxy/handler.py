@@ -24,6 +24,7 @@ from pdmesh.errors import (
     TransferFailed,
 )
 from pdmesh.openai.generator import Generator, ModelCard, TokenRequest
+from pdmesh.protocol.exchange import KVNames
 from pdmesh.protocol.messages import AwaitedOffer, ChoiceDelta
 from pdmesh.protocol.pushes import new_offer_id
 from pdmesh_proxy.cluster import Cluster
@@ -92,7 +93,7 @@ class MeshGenerator(Generator):
     async def problem(self) -> str:
         if self._retired:
             return "the proxy is shutting down"
-        return "" if self._cluster.serving else "no engine takes requests"
+        return "" if self._cluster.serving else self._cluster.why_none(None) or "no engine takes requests"
 
     def retire(self) -> None:
         """Say that new requests should go elsewhere; those that come all the same are served."""
@@ -160,14 +161,24 @@ class MeshGenerator(Generator):
         while True:
             if run.final_error is not None:
                 raise run.final_error
-            decision = route(run.facts(), self._cluster.view(), pd_min_prompt_tokens=self._config.pd_min_prompt_tokens)
+            model = self._model_of(run)
+            view = self._cluster.view(model)
+            decision = route(run.facts(), view, pd_min_prompt_tokens=self._config.pd_min_prompt_tokens)
             if decision is not None:
+                run.model = model
+                run.trace.model_fingerprint = "" if model is None else model.model_fingerprint
                 return decision
             if isinstance(run.last_error, Overloaded | EngineFault):
                 # Every engine that could take it is full, or failed at it: waiting here would only move the queue.
                 raise run.last_error
             if not await run.wait(self._cluster.changed(), until_s):
-                raise run.last_error or PeerUnavailable("no engine can take the request", retry_after_s=RETRY_AFTER_S)
+                if (why := self._cluster.why_none(model)) or run.last_error is None:
+                    raise PeerUnavailable(why or "no engine can take the request", retry_after_s=RETRY_AFTER_S)
+                raise run.last_error
+
+    def _model_of(self, run: RunningRequest) -> KVNames | None:
+        """The model that may go on with a request: what it began with, and while nothing came of that the mesh's."""
+        return run.model if run.is_bound else self._cluster.model_named(run.request.model_fingerprint)
 
     def _plan(self, run: RunningRequest, decision: Decision) -> tuple[LegKind, EngineView]:
         """Turn a decision into a leg, and count what was meant to be otherwise."""
@@ -247,12 +258,13 @@ class MeshGenerator(Generator):
         return EarlyLeg(engine=decode, endpoint=endpoint, session=session, leg=leg)
 
     def _has_help(self, run: RunningRequest) -> bool:
-        return run.may_be_handed_back and has_help(run.facts(), self._cluster.view())
+        return run.may_be_handed_back and has_help(run.facts(), self._cluster.view(self._model_of(run)))
 
     def _could_move(self, run: RunningRequest, engine: EngineView) -> bool:
         """Whether another engine than this one could go on with a request now."""
         facts = dataclasses.replace(run.facts(), excluded=frozenset(run.excluded | {engine.session_id}))
-        decision = route(facts, self._cluster.view(), pd_min_prompt_tokens=self._config.pd_min_prompt_tokens)
+        view = self._cluster.view(self._model_of(run))
+        decision = route(facts, view, pd_min_prompt_tokens=self._config.pd_min_prompt_tokens)
         return decision is not None and run.final_error is None
 
     def _accept(self, run: RunningRequest, delta: ChoiceDelta) -> ChoiceDelta | None:

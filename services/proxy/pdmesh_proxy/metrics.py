@@ -1,6 +1,7 @@
 """The proxy's metrics, all named `pdmesh_proxy_*`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -22,6 +23,18 @@ class Stage(StrEnum):
     """Decode leg on its way until its first token."""
     WHOLE = "whole"
     """Whole request on its way to one engine until its first token there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineModel:
+    """What one engine serves."""
+
+    engine_id: str
+    address: str
+    role: str
+    model: str
+    fingerprint: str
+    is_used: bool
 
 
 class ProxyMetrics:
@@ -101,7 +114,16 @@ class ProxyMetrics:
         )
         self.engines_refused = Gauge(
             "pdmesh_proxy_engines_refused",
-            "Engines that answer but serve another model than the rest, so are not used.",
+            "Engines that answer but serve another model than new requests go to, so are not used.",
+            registry=registry,
+        )
+        self.model_switches = Counter(
+            "pdmesh_proxy_model_switches", "Times that new requests began to go to another model.", registry=registry
+        )
+        self._engine_models = Gauge(
+            "pdmesh_proxy_engine_models",
+            "Engines that answer, with the model of each and its fingerprint; 1 where new requests go to it, else 0.",
+            ["engine", "address", "role", "model", "fingerprint"],
             registry=registry,
         )
         self._unreached = Gauge(
@@ -116,6 +138,13 @@ class ProxyMetrics:
             ["prefill", "decode", "why"],
             registry=registry,
         )
+
+    def engine_models(self, shown: Sequence[EngineModel]) -> None:
+        """Show these, and no others."""
+        self._engine_models.clear()
+        for each in shown:
+            labels = (each.engine_id, each.address, each.role, each.model, each.fingerprint)
+            self._engine_models.labels(*labels).set(each.is_used)
 
     def unreached(self, problems: Mapping[str, str]) -> None:
         """Show these addresses and why, and no others."""

@@ -1,5 +1,8 @@
 """Which model a mesh serves, of those that its engines have: pure functions of what the engines tell.
 
+Two proxies that reach the same engines choose the same, whatever came first and without a word between them: what they chose
+before does not count, or the first engine to start would decide for the mesh.
+
 Engines that decode must be alike to the last digit, or a request that is resumed would change its mind. One that only
 prefills may compute or keep its numbers in another dtype where decode converts its KV: the weights must be the same.
 """
@@ -16,26 +19,26 @@ class Candidate:
 
     names: KVNames
     can_decode: bool
+    draining: bool = False
 
 
-def choose_model(current: KVNames | None, candidates: Sequence[Candidate]) -> KVNames | None:
-    """Return the names of the model to serve from now on; None while no engine has answered.
+def choose_model(current: KVNames | None, candidates: Sequence[Candidate], *, wanted: str = "") -> KVNames | None:
+    """Return the names of the model for new requests; `current` where no engine has one that may be served.
 
-    The one in use stays while an engine has it. A prefill's gives way to that of the first decode with the same weights. When
-    nobody has it any more, the one takes over with which most engines can be used, a decode's before a prefill's.
+    The model with which most engines can be used; of several the one that more engines decode, then the least fingerprint.
+    Engines that shut down do not count while there are others. `wanted`: how the model's fingerprint must begin.
     """
-    decodes = [each.names for each in candidates if each.can_decode]
-    voters = decodes or [each.names for each in candidates]
+    named = [each for each in candidates if each.names.model_fingerprint.startswith(wanted)]
+    voters = [each for each in named if not each.draining] or named
     if not voters:
         return current
-    if current is not None:
-        if any(names.model_fingerprint == current.model_fingerprint for names in voters):
-            return current
-        kin = [names for names in voters if have_same_weights(names.description, current.description)]
-        if not kin and any(each.names.model_fingerprint == current.model_fingerprint for each in candidates):
-            return current
-        voters = kin or voters
-    return max(voters, key=lambda names: sum(serves(each, names) for each in candidates))
+    counted = [each for each in candidates if not each.draining] or candidates
+
+    def order(names: KVNames) -> tuple[int, int, str]:
+        usable = [each for each in counted if serves(each, names)]
+        return -len(usable), -sum(each.can_decode for each in usable), names.model_fingerprint
+
+    return min((each.names for each in voters), key=order)
 
 
 def serves(candidate: Candidate, current: KVNames | None) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 
 from pdmesh.errors import DeadlineExceeded, MeshError
 from pdmesh.openai.generator import TokenRequest
+from pdmesh.protocol.exchange import KVNames
 from pdmesh.protocol.messages import AwaitedOffer, ChoiceDelta, GenerateRequest
 from pdmesh_proxy.doubts import Doubts
 from pdmesh_proxy.early_legs import EarlyEnd, EarlyLeg
@@ -98,6 +99,8 @@ class RunningRequest:
         """The router meant this request for prefill and decode."""
         self.kv_settled = False
         """Decode holds the KV, one way or another; what happens later is no hand-over failing."""
+        self.model: KVNames | None = None
+        """The mesh's when it was routed: from its first token on no engine of another goes on with it."""
         self.model_fingerprint = self.weights_fingerprint = ""
         self.doubts = Doubts()
         self.excluded: set[str] = set()
@@ -139,6 +142,11 @@ class RunningRequest:
         return self.prefilled or any(self.emitted)
 
     @property
+    def is_bound(self) -> bool:
+        """Whether anything came of it that another model would not have said."""
+        return self.started or self._prompt_logprobs_sent or len(self.unfinished) < self.request.sampling.n
+
+    @property
     def remaining_s(self) -> float:
         """Of its deadline."""
         return self.deadline - self._loop.time()
@@ -155,8 +163,8 @@ class RunningRequest:
             preferred_engine=self.request.preferred_engine,
             wants_prefill=self.wants_prefill,
             offer_owner=self.offer.peer_id if self.offer is not None and self.offer.live else "",
-            model_fingerprint=self.model_fingerprint,
-            weights_fingerprint=self.weights_fingerprint,
+            model_fingerprint=self.model_fingerprint if self.is_bound else "",
+            weights_fingerprint=self.weights_fingerprint if self.is_bound else "",
             cached_tokens=self.cached_on,
             excluded=frozenset(self.excluded),
             pushed_to=self.expectation.peer_id if self.expectation is not None else "",

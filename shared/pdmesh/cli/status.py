@@ -49,6 +49,7 @@ def _lines(samples: list[Sample], told: dict[str, Sample]) -> Iterator[str]:
     for name, words in COUNTED.items():
         if name in told and (count := told[name].value):
             yield f"  {count:.0f} {words}"
+    yield from _models([sample for sample in samples if sample.name == f"{PREFIX}engine_models"])
     for sample in samples:
         if sample.name == f"{PREFIX}engines_unreached":
             yield f"  listed, but not used: {sample.labels['address']}: {sample.labels['why']}"
@@ -56,6 +57,18 @@ def _lines(samples: list[Sample], told: dict[str, Sample]) -> Iterator[str]:
     for sample in samples:
         if sample.name == f"{PREFIX}unpaired_engines":
             yield f"not disaggregated: {sample.labels['why']}"
+
+
+def _models(samples: list[Sample]) -> Iterator[str]:
+    """Each model once, with who has it, those in use first."""
+    engines: dict[tuple[bool, str, str], list[str]] = {}
+    for sample in samples:
+        labels = sample.labels
+        key = (not sample.value, labels["fingerprint"], labels["model"])
+        engines.setdefault(key, []).append(f"{labels['engine']} ({labels['role']})")
+    for (is_refused, fingerprint, model), names in sorted(engines.items()):
+        words = "not used: " if is_refused else ""
+        yield f"  {words}model {model}, fingerprint {fingerprint}: {', '.join(sorted(names))}"
 
 
 def _metrics(url: str, api_key: str) -> str:

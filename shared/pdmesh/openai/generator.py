@@ -31,6 +31,8 @@ class Trace:
     prefill: str = ""
     """engine_id that prefilled, "" when none did."""
     decode: str = ""
+    model_fingerprint: str = ""
+    """Of the model that serves it, where a mesh may come to serve another one; else empty."""
     reason: str = ""
     """Why it was routed so."""
     why: str = ""
@@ -60,6 +62,8 @@ class TokenRequest:
     """A step of a beam search: one engine serves it whole, and the next steps profit from its prefix cache."""
     preferred_engine: str = ""
     """engine_id that served the step before; another one is taken when it cannot serve."""
+    model_fingerprint: str = ""
+    """Of the model that served the step before: no other serves this one. Empty: any."""
     trace: Trace = field(default_factory=Trace)
 
 

@@ -167,6 +167,7 @@ async def run_beam_search(generator: Generator, request: TokenRequest, options: 
                 deadline_s=max(0.0, deadline - loop.time()),
                 beam_search=True,
                 preferred_engine=request.trace.decode,
+                model_fingerprint=request.trace.model_fingerprint,
             )
             for number, beam in enumerate(search.live)
         ]
@@ -206,6 +207,7 @@ def _merge_traces(whole: Trace, steps: list[Trace]) -> None:
     """The search's trace tells where its last step ran and, once, everything that was not as intended."""
     for trace in steps:
         whole.prefill, whole.decode = trace.prefill or whole.prefill, trace.decode or whole.decode
+        whole.model_fingerprint = trace.model_fingerprint or whole.model_fingerprint
         if not whole.reason or trace.reason not in (DIRECT, BEAM_SEARCH):
             whole.reason = BEAM_SEARCH if trace.reason in ("", DIRECT) else trace.reason
         whole.kv_source = whole.kv_source or trace.kv_source
