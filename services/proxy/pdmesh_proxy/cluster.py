@@ -211,7 +211,7 @@ class Cluster:
         roles = Counter(session.info.role for session in {session.peer_id: session for session in serving}.values())
         for role in (ROLE_PREFILL, ROLE_DECODE, ROLE_BOTH):
             self._metrics.engines.labels(role).set(roles[role])
-        self._metrics.engines_refused.set(len(heard) - len(serving))
+        self._metrics.engines_refused.set(0 if self.looking else len(heard) - len(serving))
         self._metrics.unreached({each.address: each.problem for each in self._endpoints.values() if each.problem})
         self._tell_of_unlike()
         if not self._is_settled():

@@ -78,6 +78,7 @@ class ServedModel:
     def why_none(self, model: KVNames | None) -> str:
         """Why no engine takes a request, empty when that is not for its model; `model`: the one that it began with."""
         strangers = [each for each in self._heard if not serves(each.candidate, self.names)]
+        strangers.sort(key=lambda each: each.session.info.engine_id)
         if self._wanted and strangers and len(strangers) == len(self._heard):
             told = ", ".join(f"{each.session.info.engine_id} serves {each.model}" for each in strangers[:NUM_NAMED])
             more = len(strangers) - NUM_NAMED
