@@ -15,6 +15,7 @@ from pdmesh.connector.handshake import Peer
 from pdmesh.engine.push_messages import EndPush, ExpectPush, PushArrived, PushExpected
 from pdmesh.engine.server.expectations import Expectations
 from pdmesh.engine.server.writers import ABORTED
+from pdmesh.errors import TransferFailed
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.exchange import Exchange
 from pdmesh.protocol.pushes import Expectation, PushProgress, progress_to_pb
@@ -239,3 +240,25 @@ def test_a_withdrawal_that_comes_first_takes_its_expectation_back() -> None:
             await world.ended()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_writer_of_a_push_that_failed_is_known_to_have_ended_where_it_said_so(ended: bool) -> None:
+    """It was asked for seconds whether it had, and blocks stayed in quarantine meanwhile."""
+    known: list[bool] = []
+
+    async def stop(*arguments: Any) -> bool:
+        known.append(arguments[-1])
+        return True
+
+    async def run() -> None:
+        said = [progress(num_blocks=1), progress(num_blocks=1, ended=True, error=TransferFailed("peer_lost: its core"))]
+        async with asyncio.TaskGroup() as tasks:
+            world = World(tasks, lambda *_, **__: Call(said if ended else said[:1], None))
+            writers: Any = world.expectations.writers
+            writers.stop = stop
+            world.expectations.expect(EXPECTATION, MagicMock())
+            await world.ended()
+
+    asyncio.run(run())
+    assert known == [ended]

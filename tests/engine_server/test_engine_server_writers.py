@@ -32,7 +32,11 @@ class Clock:
 
 
 def asked(
-    monkeypatch: pytest.MonkeyPatch, answer: Callable[[float], Ended | None], *, deadline_s: float = 60.0
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Callable[[float], Ended | None],
+    *,
+    deadline_s: float = 60.0,
+    has_ended: bool = False,
 ) -> tuple[bool, float]:
     """Whether the owner is shut out, and when nothing more is waited for. `answer`: what it says at a time."""
     clock = Clock()
@@ -58,7 +62,7 @@ def asked(
 
         made = Writers(core=SimpleNamespace(send=send), peers=peers, connector="nixl")
         async with asyncio.timeout(10):
-            await made.stop(OWNER, "127.0.0.1:1", "t", 0, deadline_s)
+            await made.stop(OWNER, "127.0.0.1:1", "t", 0, deadline_s, has_ended=has_ended)
 
     asyncio.run(run())
     assert all(isinstance(each, ShutOutWriters) for each in sent)
@@ -94,3 +98,14 @@ def test_who_does_not_say_so_is_shut_out_soon(monkeypatch: pytest.MonkeyPatch, w
 
 def test_another_start_of_the_owner_is_never_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(monkeypatch, lambda now_s: OTHER) == (True, 0.0)
+
+
+def test_one_that_has_ended_and_cannot_say_that_nothing_arrives_is_never_asked_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its core had died: blocks stayed in quarantine for as long as it was asked, and it could say nothing else."""
+    assert asked(monkeypatch, lambda now_s: WRITING, has_ended=True) == (True, 0.0)
+
+
+def test_one_that_has_ended_and_says_that_nothing_arrives_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(monkeypatch, lambda now_s: STOPPED, has_ended=True) == (False, 0.0)

@@ -280,6 +280,7 @@ class Expectations:
                     await self._check(plan, expected.num_blocks, progress)
                     expected.num_blocks = progress.num_blocks
                     self._core.send(PushArrived(transfer_id=expected.transfer_id, num_blocks=progress.num_blocks))
+                expected.has_ended = progress.ended
                 if progress.error is not None:
                     raise progress.error
                 expected.is_stopped = progress.ended
@@ -343,6 +344,7 @@ class Expectations:
             expected.transfer_id,
             expected.num_shut_out,
             expected.deadline_s,
+            expected.has_ended,
         )
         self._stopped(expected)
         if not is_told:

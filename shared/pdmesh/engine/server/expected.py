@@ -41,6 +41,8 @@ class Expected:
     """The owner may have been asked to write."""
     num_shut_out: int = 0
     """How often writers had been shut out when it was."""
+    has_ended: bool = False
+    """Its owner has said that it writes no more."""
     is_stopped: bool = False
     is_over: bool = False
     num_blocks: int = 0

@@ -34,6 +34,8 @@ class _Word(Enum):
     """It lives, writes no more than it has begun, and will say when that is done."""
     NONE = auto()
     """No answer; or that it still writes, without more."""
+    ADRIFT = auto()
+    """It has ended, and bytes of it may still arrive: to ask again would bring the same."""
     NEVER = auto()
     """Another process is in its place."""
 
@@ -50,21 +52,30 @@ class Writers:
         self.num_shut_out = 0
         """Times that all writers were, or begin to be, shut out."""
 
-    async def stop(self, owner_id: str, address: str, transfer_id: str, num_shut_out: int, deadline_s: float) -> bool:
+    async def stop(
+        self,
+        owner_id: str,
+        address: str,
+        transfer_id: str,
+        num_shut_out: int,
+        deadline_s: float,
+        has_ended: bool = False,
+    ) -> bool:
         """Return when the owner writes nothing more for a transfer, that was begun after so many times of shutting out; whether
         the owner has been asked, and so told that the transfer is over.
 
         `deadline_s`: of its request, on the monotonic clock; until then an owner that says that it is stopping has time.
+        `has_ended`: it has said already that it does no more for it.
         """
         is_asked = False
         ask_until_s, pause_s = time.monotonic() + ASK_FOR_S, FIRST_PAUSE_S
         while self.num_shut_out == num_shut_out:
-            word, is_asked = await self._ask(owner_id, address, transfer_id), True
+            word, is_asked = await self._ask(owner_id, address, transfer_id, has_ended), True
             if word is _Word.STOPPED:
                 return True
             if word is _Word.STOPPING:
                 ask_until_s = max(ask_until_s, min(time.monotonic() + ASK_FOR_S, deadline_s))
-            if word is _Word.NEVER or time.monotonic() >= ask_until_s:
+            if word in (_Word.NEVER, _Word.ADRIFT) or time.monotonic() >= ask_until_s:
                 log.warning("%s does not say that it has stopped writing here: all writers are shut out", owner_id)
                 break
             await asyncio.sleep(pause_s)
@@ -77,7 +88,7 @@ class Writers:
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(None)
 
-    async def _ask(self, owner_id: str, address: str, transfer_id: str) -> _Word:
+    async def _ask(self, owner_id: str, address: str, transfer_id: str, has_ended: bool) -> _Word:
         if (ended := await self._peers.end(owner_id, transfer_id, False, ABORTED)) is None:
             try:
                 peer = await self._peers.reach(address, REACH_TIMEOUT_S)
@@ -86,7 +97,7 @@ class Writers:
             if peer.peer_id != owner_id:
                 return _Word.NEVER
             ended = await self._peers.end(owner_id, transfer_id, False, ABORTED)
-        return _word_of(ended, owner_id)
+        return _word_of(ended, owner_id, has_ended)
 
     async def _shut_out(self, num_shut_out: int) -> None:
         """Have the core shut all writers out, unless that was begun since the transfer was."""
@@ -103,12 +114,14 @@ class Writers:
                     self.num_shut_out = num_shut_out
 
 
-def _word_of(ended: Ended | None, owner_id: str) -> _Word:
+def _word_of(ended: Ended | None, owner_id: str, has_ended: bool) -> _Word:
     if ended is None:
         return _Word.NONE
     if ended.peer_id not in ("", owner_id):
         # Another start of the owner knows nothing of what the one before still writes.
         return _Word.NEVER
     if ended.writing:
-        return _Word.STOPPING if ended.stopping else _Word.NONE
+        if ended.stopping:
+            return _Word.STOPPING
+        return _Word.ADRIFT if has_ended else _Word.NONE
     return _Word.STOPPED if ended.peer_id else _Word.NEVER
