@@ -9,7 +9,7 @@ import pytest
 
 import openai
 from pdmesh.config import HttpConfig
-from pdmesh.errors import InvalidRequest, NotFound, Overloaded, PeerUnavailable
+from pdmesh.errors import InvalidRequest, MeshError, NotFound, Overloaded, PeerUnavailable
 from pdmesh.openai.text import TextModel, stop_strings
 from support.api_server import ApiServer, api_server
 from support.echo_generator import EchoGenerator
@@ -308,6 +308,20 @@ def test_catalogue_16_27_an_early_failure_keeps_its_status(
         assert answer.headers["x-pdmesh-route"].startswith("prefill=prefill-0; decode=decode-0; reason=test;")
         assert answer.headers["x-request-id"]
         assert server.generator.num_running == 0
+
+
+@pytest.mark.parametrize(("failure", "is_told"), [(PeerUnavailable("full"), False), (NotFound("no such model"), True)])
+def test_kv_is_given_up_for_a_refusal_that_is_final_and_kept_for_a_leg_that_may_be_tried_elsewhere(
+    text: TextModel, failure: MeshError, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, object]] = []
+    generator = EchoGenerator(failure=failure)
+    monkeypatch.setattr(generator, "refused", told.append)
+    params = {"do_remote_prefill": True}
+    with api_server(text, generator, role="engine") as server:
+        refused = server.post("/v1/completions", {**BASE, "kv_transfer_params": params})
+    assert refused.status_code == failure.status
+    assert told == ([params] if is_told else [])
 
 
 def test_no_engine_is_a_503_everywhere(text: TextModel) -> None:
