@@ -53,6 +53,7 @@ class Cluster:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._num_used = 0
+        self._leaving = False
         self._model = ServedModel(config.model_fingerprint, metrics)
         self._unlike: set[tuple[str, str]] = set()
         """Prefill and decode processes that cannot exchange KV as it is, already logged."""
@@ -69,6 +70,7 @@ class Cluster:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._leaving = True
         # A cancellation that meets a breaking stream is lost in the session's TaskGroup (Python < 3.13), the wish is not.
         for endpoint in self._endpoints.values():
             endpoint.unwant()
@@ -201,8 +203,9 @@ class Cluster:
 
     def _on_change(self) -> None:
         heard = [Heard(candidate=_candidate(*each), session=each[1]) for each in self._answering()]
-        if not self.looking:
-            # The first to answer may be the odd one out: all are heard, or found silent, before any is believed.
+        # The first to answer may be the odd one out: all are heard, or found silent, before any is believed. And which of our own
+        # sessions we end last says nothing.
+        if not self.looking and not self._leaving:
             self._model.choose(heard)
         serving = [each.session for each in heard if serves(each.candidate, self._model.names)]
         if serving:
