@@ -22,6 +22,7 @@ from pdmesh.engine.messages import ConnectPeer, DisconnectPeer
 from pdmesh.engine.push_messages import PushReport
 from pdmesh.engine.server import outgoing_pushes
 from pdmesh.engine.server.assembly import Engine
+from pdmesh.lifecycle import Life
 from pdmesh.models.source import DEMO_MODEL
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol import mesh_pb2_grpc
@@ -318,6 +319,6 @@ def test_a_dead_core_writes_no_more_and_its_server_says_so(monkeypatch: pytest.M
         # What the core had said before is read after its death.
         await core.say(pushes=[PushReport(transfer_id="running", num_blocks=0, ended=True)])
         async with asyncio.timeout(5):
-            await engine.drain(60.0)
+            await engine.drain(60.0, Life())
 
     play(scene)
