@@ -14,7 +14,7 @@ from pdmesh.connector.checksums import PoolSums
 from pdmesh.connector.pool import KVPool, PoolShape
 from pdmesh.protocol.messages import GroupBlocks
 from pdmesh_kernels.block_sum import sum_blocks
-from support.pool_node import make_pool, write_block
+from support.pool_node import listed, make_pool, write_block
 
 SHAPE = PoolShape(num_blocks=8, block_bytes=4096)
 BLOCK_SIZE = 16
@@ -31,11 +31,6 @@ def pool() -> Iterator[KVPool]:
 def sums(pool: KVPool) -> Iterator[PoolSums]:
     with PoolSums(pool, block_size=BLOCK_SIZE) as made:
         yield made
-
-
-def listed(pool: KVPool, block_ids: list[int], first_block: int = 0) -> GroupBlocks:
-    generations = pool.generations_of(block_ids)
-    return GroupBlocks(group=0, block_ids=block_ids, generations=generations, first_block=first_block)
 
 
 def told(sums: PoolSums, blocks: GroupBlocks, num_tokens: int) -> list[int]:

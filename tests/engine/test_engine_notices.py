@@ -32,7 +32,7 @@ from pdmesh.security import MeshSecret
 from pdmesh_kernels.block_sum import sum_blocks
 from support.core_harness import CoreHarness, make_add
 from support.fake_backend import VOCAB_SIZE, expected_tokens
-from support.pool_node import make_pool, write_block
+from support.pool_node import listed, make_pool, write_block
 
 SECRET = MeshSecret("x" * 32)
 SHAPE = PoolShape(num_blocks=8, block_bytes=4096)
@@ -92,11 +92,6 @@ def sealed_of(pool: KVPool, block_ids: list[int], num_tokens: int, **changes: An
     groups = [listed(pool, block_ids)]
     made = OfferSealed(offer_id="offer", request_id="r", groups=groups, num_tokens=num_tokens)
     return msgspec.structs.replace(made, **changes)
-
-
-def listed(pool: KVPool, block_ids: list[int], **changes: int) -> GroupBlocks:
-    blocks = GroupBlocks(group=0, block_ids=block_ids, generations=pool.generations_of(block_ids))
-    return msgspec.structs.replace(blocks, **changes)
 
 
 def summed(pool: KVPool, block_ids: list[int]) -> list[int]:

@@ -39,6 +39,7 @@ from pdmesh.connector.owner import PoolOwner
 from pdmesh.connector.pool import KVPool, PoolShape, create_pool_file, size_pool_file
 from pdmesh.connector.registry import make_worker_connectors
 from pdmesh.parent import die_with_parent
+from pdmesh.protocol.messages import GroupBlocks
 from pdmesh.protocol.offers import OfferTable
 from pdmesh.security import MeshSecret
 from pdmesh.servers import grpc_server
@@ -67,6 +68,12 @@ def make_pool(shape: PoolShape, *, filled: bool) -> KVPool:
         for block_id in range(shape.num_blocks):
             write_block(pool, block_id)
     return pool
+
+
+def listed(pool: KVPool, block_ids: list[int], *, group: int = 0, first_block: int = 0) -> GroupBlocks:
+    """Blocks of a pool as its owner lists them now."""
+    generations = pool.generations_of(block_ids)
+    return GroupBlocks(group=group, block_ids=block_ids, generations=generations, first_block=first_block)
 
 
 def wait_for(connector: WorkerConnector, num: int, timeout_s: float) -> list[PullResult]:

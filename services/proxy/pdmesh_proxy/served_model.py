@@ -60,8 +60,8 @@ class ServedModel:
             self._name(self.names)
             if before is None or before.model_fingerprint != self.names.model_fingerprint:
                 self._refused.clear()
-            if before is not None and before.model_fingerprint != self.names.model_fingerprint:
-                self._tell_switch(f"{name_before} ({before.model_fingerprint})", self.names)
+                if before is not None:
+                    self._tell_switch(f"{name_before} ({before.model_fingerprint})", self.names)
         self._tell_refused()
         self._metrics.engine_models([self._shown(each) for each in heard])
 

@@ -40,8 +40,6 @@ class RunningRequest:
     arrived_s: float
     """Monotonic."""
     offer_id: str = ""
-    stock_offer: bool = False
-    """The offer is for vLLM's kv_transfer_params, not for a ticket."""
     ticket_offer_id: str = ""
     """The offer that its ticket names."""
     owes_commit: bool = False
