@@ -38,6 +38,7 @@ SECRET = MeshSecret("x" * 32)
 SHAPE = PoolShape(num_blocks=8, block_bytes=4096)
 BLOCK_SIZE = 16
 PROMPT = [random.Random(7).randrange(2, VOCAB_SIZE) for _ in range(18)]
+DIGEST = b"of the prompt"
 RIGHT = expected_tokens(PROMPT, 8)
 GRACE_S = 10.0
 
@@ -238,12 +239,12 @@ def held_add(request_id: str = "r", **changes: object) -> AddRequest:
     source = KVSource(
         transfer_id=f"t-{request_id}", peer_id="p@1", groups=[], num_tokens=0, offer_id="offer", connector="shm"
     )
-    return make_add(PROMPT, request_id, source=msgspec.structs.replace(source, **changes))
+    return make_add(PROMPT, request_id, digest=DIGEST, source=msgspec.structs.replace(source, **changes))
 
 
 def notice_of(**changes: object) -> OfferNotice:
     groups = [GroupBlocks(group=0, block_ids=[1, 2], generations=[3, 4], checksums=[5, 6])]
-    made = OfferNotice(offer_id="offer", groups=groups, num_tokens=len(PROMPT), first_tokens=[9])
+    made = OfferNotice(offer_id="offer", groups=groups, num_tokens=len(PROMPT), digest=DIGEST, first_tokens=[9])
     return msgspec.structs.replace(made, **changes)
 
 
@@ -283,8 +284,9 @@ def test_who_does_not_check_takes_no_sums(links: RecordedLinks) -> None:
         ("p@1", notice_of(offer_id="another")),
         ("p@1", notice_of(num_tokens=len(PROMPT) - 1)),
         ("p@1", notice_of(num_tokens=len(PROMPT) + 1)),
+        ("p@1", notice_of(digest=b"another")),
     ],
-    ids=["owner", "offer", "fewer tokens", "more tokens"],
+    ids=["owner", "offer", "fewer tokens", "more tokens", "prompt"],
 )
 def test_a_notice_of_something_else_changes_nothing(
     notices: Notices, links: RecordedLinks, arrived: tuple[str, OfferNotice]
@@ -346,7 +348,7 @@ def hold(prefill: CoreHarness, decode: CoreHarness, request_id: str = "r") -> No
 
 def prefill_prompt(core: CoreHarness) -> OfferSealed:
     """Compute the offer that is waited for."""
-    core.add(PROMPT, "offer", prefill_only=True, offer_id="offer")
+    core.add(PROMPT, "offer", prefill_only=True, offer_id="offer", digest=DIGEST)
     [sealed] = [each for output in core.run() if isinstance(output, StepOutput) for each in output.sealed]
     return sealed
 
@@ -543,4 +545,21 @@ def test_damage_since_the_sums_that_are_told_is_found(pair: tuple[CoreHarness, C
     decode.run()
     [transfer] = [each for output in decode.outputs for each in output.transfers if each.transfer_id == "t-r"]
     assert (transfer.committed, transfer.reason) == (False, "corrupt")
+    assert is_at_rest(decode)
+
+
+def test_kv_of_another_prompt_is_not_read_however_its_offer_was_named(pair: tuple[CoreHarness, CoreHarness]) -> None:
+    """Pulled ahead of its owner's refusal, it was found afterwards under the names of the prompt that it was taken for."""
+    prefill, decode = pair
+    hold(prefill, decode)
+    others = [PROMPT[0] ^ 1, *PROMPT[1:]]
+    prefill.add(others, "offer", prefill_only=True, offer_id="offer", digest=b"of others")
+    prefill.run()
+    decode.run()
+    # The owner's server has compared the digests.
+    decode.run(DropHeld(request_id="r"))
+    decode.add(PROMPT, "next")
+    decode.run()
+    assert decode.tokens("next") == RIGHT
+    assert decode.transfers == []
     assert is_at_rest(decode)

@@ -66,6 +66,8 @@ def test_what_runs_ahead_is_let_out_when_the_owner_has_agreed() -> None:
         assert (source.groups, source.offer_id, source.connector) == ([], OFFER, "shm")
         assert source.peer_id == owner.engine.handoff.owner.peer_id
         assert (hold.add.request.emitted, hold.add.request.awaits) == ([], None)
+        # By which the cores know that they mean the same prompt.
+        assert hold.add.digest == owner.core.added().digest != b""
         await asyncio.sleep(0.1)
         assert (inbox.deltas, consumer.added) == ([], [])
         assert owner.engine.offers.outcome_of(transfer_id) is None

@@ -27,6 +27,8 @@ class OfferNotice(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[GroupBlocks]
     """With their sums, where the owner has any."""
     num_tokens: int
+    digest: bytes = b""
+    """`request_digest` of the prompt that it was computed for."""
     first_tokens: list[int]
     """Of the one choice that goes on from it."""
     marks: KVMarks = NO_MARKS

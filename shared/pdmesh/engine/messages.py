@@ -44,6 +44,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """After a preemption the server may know a source: ask for it with NeedsSource."""
     push_id: str = ""
     """Transfer id of the push that was expected for it; empty: none."""
+    digest: bytes = b""
+    """`request_digest` of the prompt, where an offer is made of it or awaited."""
 
 
 class HoldRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -249,6 +251,8 @@ class OfferSealed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Leading tokens whose KV was found here or pulled."""
     checksums: list[list[int]] = []
     """Of each group's blocks, where the core has summed them."""
+    digest: bytes = b""
+    """Of the prompt, as the server has told it."""
 
 
 class TransferEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):

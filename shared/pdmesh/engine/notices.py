@@ -88,6 +88,7 @@ class Notices:
                 offer_id=sealed.offer_id,
                 groups=groups,
                 num_tokens=sealed.num_tokens,
+                digest=sealed.digest,
                 first_tokens=told[0].token_ids,
                 marks=sealed.marks,
             )
@@ -114,6 +115,10 @@ class Notices:
             del self._held[request_id]
             if notice.num_tokens != (num_tokens := len(request.token_ids)):
                 log.debug("%s has %d tokens, the notice of its offer %d", request_id, num_tokens, notice.num_tokens)
+                continue
+            if notice.digest != add.digest:
+                # Its owner will say so too, but by then others would have found the KV under the names of this prompt.
+                log.debug("the notice of %s's offer is of another prompt", request_id)
                 continue
             self._ahead.add(request_id)
             self.num_ahead += 1

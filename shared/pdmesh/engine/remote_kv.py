@@ -154,6 +154,7 @@ class RemoteKV:
                     before_reset=not sequence.may_register,
                 ),
                 num_reused=sequence.num_reused_tokens,
+                digest=request.digest,
                 grows=sequence.num_tokens > request.num_offered
                 or not (request.prefill_only or request.sampling.max_tokens == 1),
             )

@@ -45,6 +45,7 @@ class Request:
         self.prefill_only = request.prefill_only
         self.offer_id = add.offer_id
         """Offer still to be sealed; empty when there is none or it is sealed or released."""
+        self.digest = add.digest
         self.source: KVSource | None = add.source
         """KV still to be pulled; None once its transfer has begun or ended."""
         self.recompute_last = add.recompute_last

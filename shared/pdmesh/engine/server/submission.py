@@ -219,6 +219,7 @@ class Submission:
             block_keys=keys,
             recompute_last=recompute_last,
             push_id=push_id,
+            digest=running.digest if running.offer_id or request.awaits is not None else b"",
             store_to_tier=bool(self._config.kvcache) and self._config.enable_prefix_caching,
             may_refetch=request.hand_back or self._sources.may_find_again(running),
         )
