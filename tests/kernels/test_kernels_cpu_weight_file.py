@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdmesh_kernels.cpu import weight_file, weight_folder
+from pdmesh_kernels.cpu import weight_folder, weight_index
 from pdmesh_kernels.cpu.weight_file import Entry, EntryMeta, WeightFile, create_weight_file, open_weight_file
 
 KEY = "model 0123, bf16, interface 1"
@@ -273,7 +273,7 @@ def test_no_index_can_point_outside(path: Path, field: str, value: object, monke
         return original(index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(weight_file.json, "dumps", dumps)
+        patch.setattr(weight_index.json, "dumps", dumps)
         create(path).close()
     assert open_weight_file(path, KEY) is None
     assert not path.exists()

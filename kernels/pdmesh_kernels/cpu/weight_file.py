@@ -8,63 +8,44 @@ Where a cache folder cannot be used, the same interface holds private memory.
 
 import contextlib
 import hashlib
-import json
 import logging
 import mmap
 import os
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from pdmesh_kernels.block_sum import sum_blocks
 from pdmesh_kernels.cpu.library import is_ours
+from pdmesh_kernels.cpu.mappings import name_mapping
 from pdmesh_kernels.cpu.weight_folder import creating, hold, is_unchanged, make_room, remove_if_unchanged
+from pdmesh_kernels.cpu.weight_index import (
+    IS_SYNCED_OFFSET,
+    Entry,
+    EntryMeta,
+    layout,
+    read_head,
+    round_up,
+)
 
-FILE_VERSION = 2
-PANEL_ALIGNMENT = 64
 MAX_SUMMING_THREADS = 8
 """One sums as fast as it reads memory: beyond that there is no more of it to be had."""
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"PDMWGHT\n"
-# magic, version, is synced, bytes of the index, where the data begins, bytes of the file, boot id, SHA-256 of the index, and of
-# the sums of the data; offsets in the index count from where the data begins
-_HEADER = struct.Struct("<8sIIQQQ36s32s32s")
 _SUMMED_BYTES = 4 << 20
-_IS_SYNCED_OFFSET = 12
-_MAX_INDEX_BYTES = 64 << 20
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EntryMeta:
-    """What a reader needs to use an entry's bytes."""
-
-    kind: Literal["weight", "vector"]
-    """A packed matrix, or f32 numbers (`num_outputs` of them, `num_inputs` 1)."""
-    format: int
-    """abi.Format"""
-    num_outputs: int
-    num_inputs: int
-    group: int = 0
-    is_gated: bool = False
-
-
-@dataclass(frozen=True)
-class Entry:
-    name: str
-    meta: EntryMeta
-    num_bytes: int
+class WeightsChangedError(Exception):
+    """Somebody has written into a weights file that is in use: what was computed with it may be wrong."""
 
 
 class WeightFile:
@@ -77,6 +58,7 @@ class WeightFile:
         self._places = places
         self._lock = lock
         self._is_writable = True
+        self._contents: _Contents | None = None
 
     @property
     def entries(self) -> list[Entry]:
@@ -95,6 +77,23 @@ class WeightFile:
             array.flags.writeable = False
         return array
 
+    def check(self) -> None:
+        """Raise WeightsChangedError if the file's bytes are others than when it was opened. One call to the system, unless the
+        file's time of change is another: then all of it is read."""
+        contents = self._contents
+        if contents is None or self._lock < 0 or self._memory is None:
+            return
+        status = os.fstat(self._lock)
+        if (status.st_size, status.st_mtime_ns) == (len(self._memory), contents.mtime_ns):
+            return
+        if status.st_size != len(self._memory):
+            raise WeightsChangedError(
+                f"weights cache: {self.path} has {status.st_size} bytes, not {len(self._memory)}: it was changed while in use"
+            )
+        if _data_digest(self._memory, contents.data_offset, status.st_size) != contents.digest:
+            raise WeightsChangedError(f"weights cache: the weights in {self.path} were changed while in use")
+        self._contents = _Contents(contents.data_offset, contents.digest, status.st_mtime_ns)
+
     def close(self) -> None:
         """Arrays that were handed out stay valid."""
         self._memory = None
@@ -102,9 +101,10 @@ class WeightFile:
             os.close(self._lock)
         self._lock = -1
 
-    def freeze(self, memory: mmap.mmap | None = None) -> None:
-        """Make it read-only, from now on by way of `memory` where that is given."""
+    def freeze(self, memory: mmap.mmap | None = None, contents: "_Contents | None" = None) -> None:
+        """Make it read-only, from now on by way of `memory` where that is given; `contents` is what `check` shall find."""
         self._memory = memory or self._memory
+        self._contents = contents
         self._is_writable = False
 
     def _place(self, name: str) -> tuple[Entry, int]:
@@ -115,6 +115,15 @@ class WeightFile:
 
     def __del__(self) -> None:
         self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What a file was known to hold, and when it had last been written to then."""
+
+    data_offset: int
+    digest: bytes
+    mtime_ns: int
 
 
 def open_weight_file(path: Path | None, key: str) -> WeightFile | None:
@@ -151,9 +160,9 @@ def create_weight_file(
     `fill` writes every entry's array; what it raises is raised, and nothing is left behind. Where the folder cannot be used, or
     the disk has no room, it fills private memory. Raises ValueError for entries that are no set of named, non-empty pieces.
     """
-    places, data_offset, header, index = _layout(key, entries)
+    places, data_offset, header, index = layout(key, entries)
     num_bytes = max((offset + entry.num_bytes for entry, offset in places.values()), default=data_offset)
-    num_bytes = _round_up(num_bytes, mmap.PAGESIZE)
+    num_bytes = round_up(num_bytes, mmap.PAGESIZE)
     if path is not None:
         with creating(path, on_wait) as (temporary, failure):
             if failure is None:
@@ -165,10 +174,12 @@ def create_weight_file(
                     failure = exc
                 else:
 
-                    def fill_all(file: WeightFile) -> None:
+                    def fill_all(file: WeightFile) -> _Contents:
                         fill(file)
-                        head = header(num_bytes, _data_digest(memory, data_offset, num_bytes)) + index
+                        digest = _data_digest(memory, data_offset, num_bytes)
+                        head = header(num_bytes, digest) + index
                         memory[: len(head)] = head
+                        return _Contents(data_offset, digest, os.fstat(descriptor).st_mtime_ns)
 
                     return _fill(WeightFile(memory, places, path, descriptor), fill_all, temporary, num_bytes)
         logger.warning("weights cache: %s cannot be kept, so the weights are packed at each start: %s", path, failure)
@@ -177,29 +188,6 @@ def create_weight_file(
     fill(file)
     file.freeze()
     return file
-
-
-def _layout(
-    key: str, entries: Sequence[Entry]
-) -> tuple[dict[str, tuple[Entry, int]], int, Callable[[int, bytes], bytes], bytes]:
-    relative, places = 0, {}
-    for entry in entries:
-        if not entry.name or entry.name in places or entry.num_bytes <= 0:
-            raise ValueError(f"weight {entry.name!r} of {entry.num_bytes} bytes: names are unique and bytes positive")
-        places[entry.name] = (entry, relative)
-        relative = _round_up(relative + entry.num_bytes, PANEL_ALIGNMENT)
-    records = [{"name": e.name, "num_bytes": e.num_bytes, "offset": o, **asdict(e.meta)} for e, o in places.values()]
-    index = json.dumps({"key": key, "entries": records}).encode()
-    data_offset = _round_up(_HEADER.size + len(index), mmap.PAGESIZE)
-    places = {name: (entry, data_offset + offset) for name, (entry, offset) in places.items()}
-
-    def header(num_bytes: int, data_digest: bytes) -> bytes:
-        digest = hashlib.sha256(index).digest()
-        return _HEADER.pack(
-            _MAGIC, FILE_VERSION, 0, len(index), data_offset, num_bytes, _boot_id(), digest, data_digest
-        )
-
-    return places, data_offset, header, index
 
 
 def _reserve(path: Path, temporary: Path, num_bytes: int) -> tuple[int, mmap.mmap]:
@@ -227,12 +215,12 @@ def _in_huge_pages(memory: mmap.mmap) -> mmap.mmap:
     return memory
 
 
-def _fill(file: WeightFile, fill: Callable[[WeightFile], None], temporary: Path, num_bytes: int) -> WeightFile:
+def _fill(file: WeightFile, fill: Callable[[WeightFile], _Contents], temporary: Path, num_bytes: int) -> WeightFile:
     assert file.path is not None
     descriptor = file._lock
     try:
-        fill(file)
-        file.freeze(_in_huge_pages(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)))
+        contents = fill(file)
+        file.freeze(_mapped(file.path, descriptor, num_bytes), contents)
     except BaseException:
         temporary.unlink(missing_ok=True)
         file.close()
@@ -256,47 +244,27 @@ def _open(path: Path, key: str, descriptor: int) -> WeightFile:
         raise ValueError("it belongs to another user")
     if not hold(descriptor) or not is_unchanged(path, descriptor):
         raise ValueError("it is being removed")
-    head = os.pread(descriptor, _HEADER.size, 0)
-    if len(head) < _HEADER.size:
-        raise ValueError(f"it has {status.st_size} bytes, fewer than a header")
-    magic, version, is_synced, index_bytes, data_offset, num_bytes, boot_id, digest, data_digest = _HEADER.unpack(head)
-    if magic != _MAGIC or version != FILE_VERSION:
-        raise ValueError(f"it is no weight file of version {FILE_VERSION}")
-    if num_bytes != status.st_size or index_bytes > min(num_bytes, _MAX_INDEX_BYTES):
-        raise ValueError(f"it has {status.st_size} bytes, not {num_bytes} with an index of {index_bytes}")
-    if is_synced != 1 and (is_synced or not boot_id.strip(b"\0") or boot_id != _boot_id()):
-        raise ValueError("the machine went down before it was on disk")
-    index = os.pread(descriptor, index_bytes, _HEADER.size)
-    if hashlib.sha256(index).digest() != digest:
-        raise ValueError("its index is damaged")
-    if data_offset % PANEL_ALIGNMENT or not _HEADER.size + index_bytes <= data_offset <= num_bytes:
-        raise ValueError(f"its data begins at {data_offset}")
-    places = _read_index(json.loads(index), key, data_offset, num_bytes)
-    memory = _in_huge_pages(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+    head = read_head(descriptor, status.st_size, key)
+    memory = _mapped(path, descriptor, status.st_size)
     # After the other advice, so that what is fetched now lies in huge pages too.
     memory.madvise(mmap.MADV_WILLNEED)
-    if _data_digest(memory, data_offset, num_bytes) != data_digest:
+    if _data_digest(memory, head.data_offset, status.st_size) != head.data_digest:
         raise ValueError("its weights are damaged")
-    file = WeightFile(memory, places, path, descriptor)
-    file.freeze()
-    _note_use(path, descriptor, is_synced=bool(is_synced))
+    file = WeightFile(memory, head.places, path, descriptor)
+    file.freeze(contents=_Contents(head.data_offset, head.data_digest, status.st_mtime_ns))
+    _note_use(path, descriptor, is_synced=head.is_synced)
     return file
 
 
-def _read_index(index: dict[str, Any], key: str, begin: int, end: int) -> dict[str, tuple[Entry, int]]:
-    if index["key"] != key:
-        raise ValueError(f"it holds {index['key']}, not {key}")
-    places = {}
-    for record in index["entries"]:
-        name, num_bytes, offset = record.pop("name"), record.pop("num_bytes"), record.pop("offset")
-        places[name] = (Entry(name, EntryMeta(**record), num_bytes), begin + offset)
-    spans = sorted((offset, offset + entry.num_bytes) for entry, offset in places.values())
-    for low, high in spans:
-        if low % PANEL_ALIGNMENT or low < begin or high <= low or high > end:
-            raise ValueError(f"an entry lies at {low} ... {high}, outside {begin} ... {end}")
-    if any(high > low for (_, high), (low, _) in pairwise(spans)):
-        raise ValueError("entries overlap")
-    return places
+def _mapped(path: Path, descriptor: int, num_bytes: int) -> mmap.mmap:
+    """Map it to be read, so that reading what is not there any more ends with a word."""
+    memory = _in_huge_pages(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+    name_mapping(
+        memory,
+        f"weights cache: {path} cannot be read any more (it was cut short while in use, or its disk fails): this process ends "
+        "(SIGBUS), and the weights are packed anew at the next start",
+    )
+    return memory
 
 
 def _data_digest(memory: mmap.mmap, begin: int, end: int) -> bytes:
@@ -314,7 +282,7 @@ def _data_digest(memory: mmap.mmap, begin: int, end: int) -> bytes:
 def _note_use(path: Path, descriptor: int, is_synced: bool) -> None:
     """Record for `make_room` that it was used; try again to get it to disk where the process that wrote it did not."""
     try:
-        os.utime(path)
+        _touch(descriptor)
         if not is_synced:
             writable = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             if is_unchanged(path, descriptor):
@@ -329,7 +297,9 @@ def _sync_later(descriptor: int) -> None:
     def sync() -> None:
         try:
             os.fsync(descriptor)
-            os.pwrite(descriptor, struct.pack("<I", 1), _IS_SYNCED_OFFSET)
+            status = os.fstat(descriptor)
+            os.pwrite(descriptor, struct.pack("<I", 1), IS_SYNCED_OFFSET)
+            _touch(descriptor, status.st_mtime_ns)
             os.fsync(descriptor)
         except OSError as exc:
             logger.warning("weights cache: not on disk, packed anew after the machine's next start: %s", exc)
@@ -339,10 +309,7 @@ def _sync_later(descriptor: int) -> None:
     threading.Thread(target=sync, name="pdmesh-weights-sync", daemon=True).start()
 
 
-def _boot_id() -> bytes:
-    """Empty, which equals none, where the system has no such thing."""
-    return _BOOT_ID.read_bytes().strip()[:36] if _BOOT_ID.exists() else b""
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
+def _touch(descriptor: int, mtime_ns: int | None = None) -> None:
+    """Note a use in the time of access: that of change says whether the weights are still those that were summed."""
+    kept_ns = os.fstat(descriptor).st_mtime_ns if mtime_ns is None else mtime_ns
+    os.utime(descriptor, ns=(time.time_ns(), kept_ns))

@@ -93,7 +93,8 @@ def make_room(path: Path, num_bytes: int) -> None:
         with contextlib.suppress(OSError):
             status = other.stat()
             if other.suffix == SUFFIX and other != path:
-                weights.append((status.st_mtime, status.st_size, other))
+                # A use is noted in the time of access.
+                weights.append((max(status.st_atime, status.st_mtime), status.st_size, other))
             if other.suffix == ".tmp" and now_s - status.st_mtime > _TEMPORARY_GRACE_S:
                 _remove_unused(other)
     kept_bytes = sum(size for _, size, _ in weights)

@@ -83,6 +83,10 @@ class StepBatch:
     """[R] indices into T; rows of the returned logits come in this order."""
 
 
+class BackendLostError(Exception):
+    """What computes is not to be trusted any more, for this step or any other: the engine core has to end."""
+
+
 class Backend(ABC):
     """A device that can run the model. One instance per engine core; not thread-safe."""
 
@@ -122,7 +126,7 @@ class Backend(ABC):
     @abstractmethod
     def forward(self, batch: StepBatch) -> torch.Tensor | StepLogits:
         """Write the KV of all T tokens; return logits [R, vocab] float32 on the device, or on the host with what is known of
-        them."""
+        them. Raises BackendLostError."""
 
     @abstractmethod
     def close(self) -> None: ...

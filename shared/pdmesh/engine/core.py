@@ -16,6 +16,7 @@ import msgspec
 
 from pdmesh.connector.base import Publication, Pull
 from pdmesh.connector.pool import KVPool
+from pdmesh.engine.backend import BackendLostError
 from pdmesh.engine.conversion import ConvertingPull
 from pdmesh.engine.executor import Executor
 from pdmesh.engine.kv_events import KVEventLog
@@ -184,6 +185,9 @@ class Core:
             self._num_failed_in_a_row = 0
 
     def _survive(self, schedule: Schedule, exc: Exception) -> None:
+        if isinstance(exc, BackendLostError):
+            # Its requests are not failed one by one: with the core's end they may go on elsewhere.
+            raise InternalError(f"the engine core ends: {exc}") from exc
         log.error("a step over %d rows failed", len(schedule.sequences), exc_info=exc)
         self._scheduler.fail(schedule, f"the engine failed in a step: {type(exc).__name__}: {exc}")
         self._num_failed_in_a_row += 1

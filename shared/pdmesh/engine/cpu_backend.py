@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmesh.connector.pool import KVPool
-from pdmesh.engine.backend import Backend, ModelInfo, ProgressCallback, StepBatch
+from pdmesh.engine.backend import Backend, BackendLostError, ModelInfo, ProgressCallback, StepBatch
 from pdmesh.engine.compute_threads import Place
 from pdmesh.engine.host_memory import available_bytes, usable_cores
 from pdmesh.engine.step_logits import StepLogits
@@ -25,6 +25,7 @@ from pdmesh.models.weight_formats import ComputeDType, Quantization
 from pdmesh_kernels.cpu.library import Library, LibraryError, Pool, choose_isa, load
 from pdmesh_kernels.cpu.limits import MAX_HEAD_DIM, TOKEN_TILE
 from pdmesh_kernels.cpu.packing import aligned_bytes
+from pdmesh_kernels.cpu.weight_file import WeightsChangedError
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +157,13 @@ class CpuBackend(Backend):
 
     def forward(self, batch: StepBatch) -> StepLogits:
         assert self._program is not None, "forward before bind"
+        assert self._weights is not None
         logits_RV, best_ids = self._program.run(self._pool, batch)
+        # Before anybody sees what was computed with other weights than the model's.
+        try:
+            self._weights.file.check()
+        except WeightsChangedError as exc:
+            raise BackendLostError(str(exc)) from exc
         return StepLogits(logits_RV, best_ids.astype(np.int64))
 
     def close(self) -> None:
