@@ -39,7 +39,13 @@ from support.held_engine import HeldCore, Inbox, counted, play
 
 
 def test_metrics_name_what_computes_and_what_keys_and_values_are_kept_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = {"dtype": "bfloat16", "kv_dtype": "int8", "backend": "torch", "backend_fallback": "head_dim"}
+    core: dict[str, object] = {
+        "dtype": "bfloat16",
+        "kv_dtype": "int8",
+        "backend": "torch",
+        "backend_fallback": "head_dim",
+    }
+    core["expanded_weights"] = {"type Q6_K": 30}
     monkeypatch.setattr(HeldCore, "ready", msgspec.structs.replace(HeldCore.ready, **core))
 
     async def scene(core: HeldCore, engine: Engine) -> None:
@@ -48,6 +54,7 @@ def test_metrics_name_what_computes_and_what_keys_and_values_are_kept_in(monkeyp
         assert 'cache_dtype="int8"' in cache
         (computes,) = [line for line in text.splitlines() if line.startswith("pdmesh_backend_info{")]
         assert 'backend="torch",engine="0",fallback="head_dim"' in computes
+        assert 'pdmesh_expanded_weights{engine="0",reason="type Q6_K"} 30.0' in text
 
     play(scene)
 

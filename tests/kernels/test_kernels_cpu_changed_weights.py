@@ -15,14 +15,8 @@ import pytest
 from pdmesh_kernels.cpu import weight_file
 from pdmesh_kernels.cpu.library import Library
 from pdmesh_kernels.cpu.mappings import name_mapping
-from pdmesh_kernels.cpu.weight_file import (
-    Entry,
-    EntryMeta,
-    WeightFile,
-    WeightsChangedError,
-    create_weight_file,
-    open_weight_file,
-)
+from pdmesh_kernels.cpu.weight_file import WeightFile, WeightsChangedError, create_weight_file, open_weight_file
+from pdmesh_kernels.cpu.weight_index import Entry, EntryMeta
 
 KEY = "model"
 ENTRIES = [Entry("a", EntryMeta(kind="weight", format=1, num_outputs=32, num_inputs=64), 3 << 20)]

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from pdmesh_kernels.cpu import weight_folder, weight_index
-from pdmesh_kernels.cpu.weight_file import Entry, EntryMeta, WeightFile, create_weight_file, open_weight_file
+from pdmesh_kernels.cpu.weight_file import WeightFile, create_weight_file, open_weight_file
+from pdmesh_kernels.cpu.weight_index import Entry, EntryMeta
 
 KEY = "model 0123, bf16, interface 1"
 META = EntryMeta(kind="weight", format=1, num_outputs=48, num_inputs=64, group=32, is_gated=True)
@@ -32,7 +33,8 @@ WAIT_S = 60.0
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from pdmesh_kernels.cpu.weight_file import Entry, EntryMeta, create_weight_file
+from pdmesh_kernels.cpu.weight_file import create_weight_file
+from pdmesh_kernels.cpu.weight_index import Entry, EntryMeta
 path, key, megabytes, pack_s = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 def fill(file):
     print("packing", flush=True)

@@ -1,6 +1,7 @@
 """AWQ and GPTQ checkpoints: the numbers that they mean, as plain weights and as codes, and what is refused."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from pdmesh.engine.backend import ProgressCallback
+from pdmesh.engine.cpu_backend import CpuBackend
 from pdmesh.errors import ConfigError
 from pdmesh.models.checkpoint_quantization import parse_quantization
 from pdmesh.models.packed_word_weights import PackedWordWeights
@@ -65,6 +68,40 @@ def test_weights_are_those_of_the_format(layout: Layout, options: dict[str, int 
                 np.testing.assert_array_equal(reader.read_quantised(name).dequantised(), weight)
     finally:
         reader.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "reason"),
+    [
+        ("awq", {}, ""),
+        ("awq", {"group": 16}, "groups of 16, no multiple of 32"),
+        ("gptq", {"is_act_order": True}, "reordered groups"),
+        ("gptq", {"bits": 8}, "8 bits with zero points"),
+    ],
+    ids=str,
+)
+def test_what_is_kept_in_more_bits_than_it_has_is_told(
+    layout: Layout,
+    options: dict[str, int | bool],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A checkpoint in groups of 16 took four times its memory and time, and nothing said so."""
+    monkeypatch.setattr("pdmesh_kernels.cpu.weight_folder.cache_folder", lambda: tmp_path / "cache")
+    packed, _ = make_tiny_packed(make_tiny("llama_tied", tmp_path / "made"), tmp_path, layout, **options)  # type: ignore[arg-type]
+    num_projections = 4 * json.loads((packed / "config.json").read_text())["num_hidden_layers"]
+    # A second start finds them packed.
+    for dtype in ("bfloat16", "bfloat16", "float32"):
+        caplog.clear()
+        with closing(CpuBackend(1)) as backend:
+            info = backend.load(str(packed), dtype, None, ProgressCallback())
+        is_told = bool(reason) and dtype == "bfloat16"
+        assert info.expanded_weights == ({reason: num_projections} if is_told else {})
+        lines = [record.message for record in caplog.records if "kept in bfloat16" in record.message]
+        assert len(lines) == is_told
+        assert all(f"{num_projections} of {num_projections + 1} weight" in line and reason in line for line in lines)
 
 
 @pytest.mark.parametrize("layout", ["awq", "gptq"])

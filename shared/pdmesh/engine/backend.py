@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +58,8 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    expanded_weights: dict[str, int] = field(default_factory=dict)
+    """How many matrices that the checkpoint has in fewer bits are kept in 16, by reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

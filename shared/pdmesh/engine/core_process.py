@@ -264,6 +264,7 @@ def _ready(
         backend=chosen.backend.name,
         instruction_set=chosen.backend.instruction_set,
         backend_fallback=chosen.fallback,
+        expanded_weights=info.expanded_weights,
         row_invariant=chosen.backend.row_invariant,
         keeps_history=all(not group.window for group in info.groups),
         max_num_seqs=config.max_num_seqs,

@@ -118,6 +118,15 @@ class CpuBackend(Backend):
             self._pool.num_threads,
             time.monotonic() - started,
         )
+        for reason, count in self._weights.expanded.items():
+            log.warning(
+                "%d of %d weight matrices are quantised in %s and kept in bfloat16 (%s): as slow as a checkpoint in 16 bits, and "
+                "as large in memory; see docs/quantization.md",
+                count,
+                len(self._weights.weights),
+                model,
+                reason,
+            )
         return ModelInfo(
             fingerprint=with_kv_cache(names.model, self._kv_cache_dtype),
             weights_fingerprint=names.weights,
@@ -126,6 +135,7 @@ class CpuBackend(Backend):
             vocab_size=config.vocab_size,
             eos_token_ids=checkpoint.eos_token_ids,
             dtype=dtype_name,
+            expanded_weights=self._weights.expanded,
         )
 
     def available_kv_bytes(self, fraction: float) -> int:

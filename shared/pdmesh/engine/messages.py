@@ -204,6 +204,8 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """That the CPU library uses; empty with PyTorch."""
     backend_fallback: str = ""
     """Why PyTorch computes where the CPU library was wanted."""
+    expanded_weights: dict[str, int] = {}
+    """How many matrices that the checkpoint has in fewer bits are kept in 16, by reason."""
     keeps_history: bool = True
     """Whether all KV groups keep every token, as the tier's blocks must."""
     max_num_seqs: int = 0

@@ -1,6 +1,7 @@
 """A decoder's weights as the CPU library reads them: packed once into the weights cache, then mapped from it."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -10,15 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmesh.models.model_config import ModelConfig
-from pdmesh.models.weight_formats import ComputeDType, FormatChoice, Quantization, choose_format, pack_projection
+from pdmesh.models.weight_formats import (
+    ComputeDType,
+    FormatChoice,
+    Quantization,
+    choose_format,
+    pack_projection,
+    why_expanded,
+)
 from pdmesh.models.weight_plan import Gain, Projection, WeightPlan, plan_weights
 from pdmesh.models.weights import WeightReader, check_shapes
 from pdmesh_kernels.cpu import packing
 from pdmesh_kernels.cpu.abi import ABI_VERSION, Format
 from pdmesh_kernels.cpu.library import Library
 from pdmesh_kernels.cpu.packing import PackedWeight, packed_bytes
-from pdmesh_kernels.cpu.weight_file import Entry, EntryMeta, WeightFile, create_weight_file, open_weight_file
+from pdmesh_kernels.cpu.weight_file import WeightFile, create_weight_file, open_weight_file
 from pdmesh_kernels.cpu.weight_folder import weight_path
+from pdmesh_kernels.cpu.weight_index import Entry, EntryMeta
 
 FLOAT_BYTES = 4
 MAX_PACKING_THREADS = 16
@@ -35,6 +44,8 @@ class CpuWeights:
     """By the projection's name."""
     vectors: dict[str, NDArray[np.float32]]
     """Gains by checkpoint name; biases by the projection's name and `.bias`."""
+    expanded: dict[str, int]
+    """How many matrices are kept in bf16 that the checkpoint has in fewer bits, by reason."""
 
 
 def load_cpu_weights(
@@ -61,6 +72,8 @@ def load_cpu_weights(
         each.name: choose_format(reader, each, dtype, quantization, is_table=each.name in tables)
         for each in plan.projections()
     }
+    expanded = Counter(why_expanded(reader, each, choices[each.name]) for each in plan.projections())
+    del expanded[""]
     formats = "-".join(sorted({choice.format.name.lower() for choice in choices.values()}))
     entries = _entries(library, plan, choices)
     key = f"{fingerprint}-{formats}-{quantization.value}-{ABI_VERSION}-{library.packing}-{_contents(entries)}"
@@ -74,7 +87,7 @@ def load_cpu_weights(
 
         file = create_weight_file(path, key, entries, fill, on_wait)
     report(1.0)
-    return CpuWeights(plan, file, *_views(file))
+    return CpuWeights(plan, file, *_views(file), dict(expanded))
 
 
 def _contents(entries: list[Entry]) -> str:

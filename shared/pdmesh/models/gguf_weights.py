@@ -96,6 +96,10 @@ class GGUFWeights(WeightReader):
     def quantised_kind(self, name: str) -> QuantisedKind | None:
         return KINDS.get(self._types[name]) if len(self.regions[name].shape) == 2 else None
 
+    def why_expanded(self, name: str) -> str:
+        kind = self._types[name]
+        return "" if kind in PLAIN_TYPES or self.quantised_kind(name) is not None else f"type {kind.name}"
+
     def read_quantised(self, name: str) -> QuantisedTensor:
         region = self.regions[name]
         raw = np.frombuffer(self._map, dtype=np.uint8, count=region.num_bytes, offset=region.offset)

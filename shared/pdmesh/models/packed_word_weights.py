@@ -62,6 +62,9 @@ class PackedWordWeights(WeightReader):
         stem = _stem(name)
         return self._groups_of(stem).kind if self._is_packed(name) else None
 
+    def why_expanded(self, name: str) -> str:
+        return self._groups_of(_stem(name)).obstacle if self._is_packed(name) else ""
+
     def read_quantised(self, name: str) -> QuantisedTensor:
         stem = _stem(name)
         groups = self._groups_of(stem)
@@ -163,7 +166,8 @@ class PackedWordWeights(WeightReader):
 
 
 class _Groups:
-    """Scales and offsets of a tensor, f32 [n, G], the group of each input, and the kind; None where it is none that we keep."""
+    """Scales and offsets of a tensor, f32 [n, G], the group of each input, and the kind; None where it is none that we keep, for
+    the reason in `obstacle`."""
 
     def __init__(
         self,
@@ -180,10 +184,19 @@ class _Groups:
         if group is not None and scales.shape[1] == 1:
             # All inputs are one group, however many there are.
             group = -(-group // 32) * 32
-        if group is None or group % 32 or not np.isfinite(scales).all() or (bits == 8 and not is_symmetric):
-            return
         is_half = _is_half(self.scales) and (bits == 8 or _is_half(self.offsets))
-        if is_half or bits == 4:
+        self.obstacle = ""
+        if group is None:
+            self.obstacle = "reordered groups"
+        elif group % 32:
+            self.obstacle = f"groups of {group}, no multiple of 32"
+        elif not np.isfinite(scales).all():
+            self.obstacle = "a scale that is not finite"
+        elif bits == 8 and not is_symmetric:
+            self.obstacle = "8 bits with zero points"
+        elif bits == 8 and not is_half:
+            self.obstacle = "8 bits with scales that float16 cannot hold"
+        else:
             self.kind = QuantisedKind(4 if bits == 4 else 8, group, is_half, is_symmetric)
 
 

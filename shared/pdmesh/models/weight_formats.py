@@ -63,6 +63,18 @@ def choose_format(
     return FormatChoice(Format.Q8, ONLINE_GROUP)
 
 
+def why_expanded(reader: WeightReader, projection: Projection, choice: FormatChoice) -> str:
+    """Say why a projection that the checkpoint has in codes is kept in `choice`, expanded; empty where it is not, or in float32,
+    which was asked for."""
+    if choice.format is not Format.BF16:
+        return ""
+    names = [f"{name}.weight" for name in projection.parts]
+    if reasons := sorted({reason for name in names if (reason := reader.why_expanded(name))}):
+        return ", ".join(reasons)
+    # Each of them could be kept, but not as one.
+    return "parts in different formats" if any(reader.quantised_kind(name) is not None for name in names) else ""
+
+
 def pack_projection(
     library: Library,
     reader: WeightReader,

@@ -50,6 +50,10 @@ class WeightReader(ABC):
 
         Raises ConfigError when its data is unusable."""
 
+    def why_expanded(self, name: str) -> str:
+        """Say in a few words why a tensor that is stored as codes has no kind; empty where it has one, or is plain numbers."""
+        return ""
+
     def quantised_kind(self, name: str) -> QuantisedKind | None:
         """Say how the tensor can be had by `read_quantised`; None where it is made of plain numbers or of others that we
         do not keep."""

@@ -263,6 +263,14 @@ class EngineMetrics:
             registry=registry,
         )
         computes.labels("0", ready.backend, ready.instruction_set, ready.backend_fallback).set(1)
+        expanded = Gauge(
+            "pdmesh_expanded_weights",
+            "Weight matrices that the checkpoint has in fewer bits and the engine in 16, by reason.",
+            ("engine", "reason"),
+            registry=registry,
+        )
+        for reason, count in ready.expanded_weights.items():
+            expanded.labels("0", reason).set(count)
         registry.register(_CoreCollector(board, values, connector_fallbacks, connectors_regained))
 
 
