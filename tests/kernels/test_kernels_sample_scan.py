@@ -1,6 +1,8 @@
 """The CPU library's draws against the definition by a full sort, and against the engine's own shortcuts: same tokens, or none."""
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -135,3 +137,35 @@ def test_what_would_read_elsewhere_is_refused(scanner: Scanner) -> None:
         scanner.draw_tokens(logits.T, draws)
     with pytest.raises(TypeError, match="float32"):
         scanner.draw_tokens(logits.astype(np.float64), draws)  # type: ignore[arg-type]
+
+
+# A vocabulary for which the first of the scanner's arrays can be had, and none behind it; then there is memory again.
+OUT_OF_MEMORY = """
+import resource
+import numpy as np
+from pdmesh_kernels.cpu.library import LibraryError, load
+from pdmesh_kernels.sample_scan import DRAW, Scanner
+library = load()
+scanner = Scanner(library, library.isas[0])
+vocab = 16 << 20
+logits = np.zeros((1, vocab), np.float32)
+logits[0, 5] = 50
+draws = np.zeros(1, DRAW)
+draws["best"], draws["temperature"], draws["top_k"], draws["top_p"], draws["log_min_p"] = 5, 1.0, 0, 1.0, -np.inf
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+unlimited = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + 6 * vocab, unlimited[1]))
+try:
+    scanner.draw_tokens(logits, draws)
+except LibraryError as exc:
+    print(exc)
+resource.setrlimit(resource.RLIMIT_AS, unlimited)
+print(scanner.draw_tokens(logits, draws)[0])
+"""
+
+
+def test_a_draw_for_which_there_was_no_memory_leaves_nothing_half_grown() -> None:
+    """The arrays behind the one that had grown were taken for as large, and written beyond their ends."""
+    scanner_or_skip("avx2")
+    ended = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["pdm_sample_draw: out of memory", "5"]), ended.stderr

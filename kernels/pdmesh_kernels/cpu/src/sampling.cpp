@@ -28,7 +28,8 @@ struct Workspace {
 
     void fit(int vocab) {
         const size_t size = size_t(vocab) + 64;
-        if (ids.size() >= size) return;
+        // The last to grow: where memory ran out before it, all of it is done again.
+        if (copy.size() >= size) return;
         ids.resize(size), places.resize(size), values.resize(size), scratch.resize(size), copy.resize(size);
         found = {ids.data(), values.data(), scratch.data(), 0};
     }
