@@ -35,6 +35,7 @@ from pdmesh.protocol.ticket import Ticket, request_digest, seal
 from pdmesh.protocol.transfers import OfferView
 from pdmesh.security import MeshSecret
 from pdmesh.servers import grpc_server
+from support.awaiting import until
 from support.engines import SECRET, request
 from support.held_engine import READY, HeldCore, Inbox, counted, play
 from support.pool_node import make_pool
@@ -99,12 +100,6 @@ async def owning(
     if owner.sums is not None:
         owner.sums.close()
     pool.close()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def submitted(engine: Engine, made: GenerateRequest) -> Inbox:

@@ -15,9 +15,10 @@ from pdmesh.protocol.messages import ChoiceDelta
 from pdmesh.protocol.pushes import Expectation
 from pdmesh.protocol.states import TransferState
 from pdmesh.protocol.transfers import Begun
+from support.awaiting import until
 from support.engines import request
 from support.held_engine import Inbox, counted
-from support.open_offers import OFFER, Side, between, decode_leg, until
+from support.open_offers import OFFER, Side, between, decode_leg
 
 
 def held(consumer: Side) -> list[HoldRequest]:

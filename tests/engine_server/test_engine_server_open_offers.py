@@ -12,8 +12,9 @@ from pdmesh.connector.peers import PeerDirectory
 from pdmesh.engine.server import open_offers
 from pdmesh.engine.server.open_offers import OpenOffers
 from pdmesh.errors import InvalidRequest, TransferFailed
+from support.awaiting import until
 from support.engines import request
-from support.open_offers import OFFER, Side, between, decode_leg, until
+from support.open_offers import OFFER, Side, between, decode_leg
 
 
 @pytest.mark.parametrize("is_early", [True, False])

@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -27,6 +27,7 @@ from pdmesh.supervisor.plan import ChildSpec, Plan
 from pdmesh.supervisor.ports import Ports
 from pdmesh.supervisor.roles import Role
 from pdmesh.supervisor.runtime import RuntimeFolder
+from support.awaiting import until
 
 READY = "import os, sys, json, time; os.write(int(sys.argv[-1]), json.dumps({'ready': True, 'grpc_port': 7}).encode() + b'\\n')\n"
 RUN = READY + "time.sleep(600)\n"
@@ -69,12 +70,6 @@ def free_port() -> int:
         return port
 
 
-async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not reached():
-            await asyncio.sleep(0.01)
-
-
 def no_space(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -89,10 +84,10 @@ def test_engine_is_announced_as_soon_as_there_is_room(
         with monkeypatch.context() as full:
             full.setattr(os, "replace", no_space)
             keeper = mesh._add(spec(RUN))
-            await until(lambda: keeper.state is KeeperState.READY)
+            await until(lambda: keeper.state is KeeperState.READY, timeout_s=20)
             await asyncio.sleep(0.3)
-        await until(lambda: runtime.endpoints(Role.DECODE).exists())
-        await until(lambda: runtime.endpoints(Role.DECODE).read_text() == "127.0.0.1:7\n")
+        await until(lambda: runtime.endpoints(Role.DECODE).exists(), timeout_s=20)
+        await until(lambda: runtime.endpoints(Role.DECODE).read_text() == "127.0.0.1:7\n", timeout_s=20)
         assert not list(runtime.path.glob("*.new"))
         await mesh.drain()
         assert keeper.state is KeeperState.STOPPED
@@ -109,7 +104,7 @@ def test_mesh_drains_while_the_disk_is_full(
     async def go() -> None:
         mesh = make_mesh(runtime, news)
         keepers = [mesh._add(spec(RUN, f"decode-{number}")) for number in (1, 2)]
-        await until(lambda: all(keeper.state is KeeperState.READY for keeper in keepers))
+        await until(lambda: all(keeper.state is KeeperState.READY for keeper in keepers), timeout_s=20)
         monkeypatch.setattr(os, "replace", no_space)
         pids = [keeper.child.pid for keeper in keepers if keeper.child is not None]
         await mesh.drain()
@@ -123,10 +118,10 @@ def test_drain_stops_the_others_when_a_keeper_is_dead(runtime: RuntimeFolder, ne
     async def go() -> None:
         mesh = make_mesh(runtime, news)
         broken, other = (mesh._add(spec(RUN, f"decode-{number}")) for number in (1, 2))
-        await until(lambda: broken.state is other.state is KeeperState.READY)
+        await until(lambda: broken.state is other.state is KeeperState.READY, timeout_s=20)
         assert broken._task is not None
         broken._task.cancel()
-        await until(lambda: broken.gone)
+        await until(lambda: broken.gone, timeout_s=20)
         await mesh.drain()
         assert other.state is KeeperState.STOPPED
 
@@ -158,7 +153,7 @@ def test_child_whose_log_cannot_be_opened_runs_without(tmp_path: Path, news: lis
         code = READY + "import pathlib\n" + CRASH_ONCE.format(flag=str(tmp_path / "flag")) + "time.sleep(600)\n"
         keeper = Keeper(spec(code), runtime, changed=lambda: None, report=news.append)
         keeper.start()
-        await until(lambda: keeper.restarts == 1 and keeper.state is KeeperState.READY)
+        await until(lambda: keeper.restarts == 1 and keeper.state is KeeperState.READY, timeout_s=20)
         await keeper.stop(5)
 
     asyncio.run(go())
@@ -217,14 +212,14 @@ def test_full_tmpfs_delays_the_announcement_only(
         with pytest.raises(OSError, match="No space left"):
             filler.write_bytes(b"x" * (1 << 20))
         keeper = mesh._add(spec(RUN))
-        await until(lambda: keeper.state is KeeperState.READY)
-        await until(lambda: bool(news))
+        await until(lambda: keeper.state is KeeperState.READY, timeout_s=20)
+        await until(lambda: bool(news), timeout_s=20)
         assert runtime.endpoints(Role.DECODE).read_text() == ""
         long = runtime.log_path("proxy")
         filler.rename(long)
         assert len(runtime.rotate_logs(["proxy"])) == 1
         assert long.stat().st_size == 0
-        await until(lambda: runtime.endpoints(Role.DECODE).read_text() == "127.0.0.1:7\n")
+        await until(lambda: runtime.endpoints(Role.DECODE).read_text() == "127.0.0.1:7\n", timeout_s=20)
         await mesh.drain()
         assert keeper.state is KeeperState.STOPPED
 

@@ -14,7 +14,7 @@ from pdmesh.config import load_config
 from pdmesh.errors import ConfigError
 from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.discovery import Addresses, Discovery, Listed
-from support.fake_mesh import until
+from support.awaiting import until
 
 
 def discovery(

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pdmesh.errors import DamagedKV, PeerUnavailable, TransferFailed
+from support.awaiting import until
 from support.fake_engine import Behaviour, FakeEngine, expected_tokens
-from support.fake_mesh import PROMPT, FakeMesh, fake_mesh, token_request, tokens_of, until
+from support.fake_mesh import PROMPT, FakeMesh, fake_mesh, token_request, tokens_of
 
 
 def awaiting(role: str, **options: Any) -> FakeEngine:

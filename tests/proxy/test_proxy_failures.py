@@ -21,8 +21,9 @@ from pdmesh.errors import (
     TransferFailed,
 )
 from pdmesh_proxy.endpoint import NUM_FAILURES_TO_REST
+from support.awaiting import until
 from support.fake_engine import Behaviour, FakeEngine, expected_tokens
-from support.fake_mesh import PROMPT, fake_mesh, finish_reasons, proxy_over, token_request, tokens_of, until
+from support.fake_mesh import PROMPT, fake_mesh, finish_reasons, proxy_over, token_request, tokens_of
 
 WANTED = expected_tokens(PROMPT, 40)
 

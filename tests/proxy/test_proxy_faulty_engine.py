@@ -16,8 +16,9 @@ from prometheus_client import generate_latest
 from pdmesh.errors import MeshError
 from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh_proxy.nonsense import MAX_WORD_CHARS
+from support.awaiting import until
 from support.fake_engine import FakeEngine, expected_tokens
-from support.fake_mesh import fake_mesh, token_request, tokens_of, until
+from support.fake_mesh import fake_mesh, token_request, tokens_of
 
 OWN = "<own>"
 VOCAB_SIZE = 512

@@ -11,8 +11,9 @@ import pytest
 from pdmesh.models.source import DEMO_MODEL
 from pdmesh.openai.text import TextModel, load_text_model
 from support.api_server import make_app
+from support.awaiting import until
 from support.fake_engine import Behaviour, FakeEngine, expected_tokens
-from support.fake_mesh import PROMPT, fake_mesh, finish_reasons, token_request, tokens_of, until
+from support.fake_mesh import PROMPT, fake_mesh, finish_reasons, token_request, tokens_of
 
 WANTED = expected_tokens(PROMPT, 40)
 

@@ -14,8 +14,9 @@ from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.messages import GenerateRequest, SamplingParams
 from pdmesh_proxy import handler
 from pdmesh_proxy.endpoint import Endpoint
+from support.awaiting import until
 from support.fake_engine import CACHED_TOKENS, KV_BYTES, Behaviour, FakeEngine, expected_tokens
-from support.fake_mesh import PROMPT, fake_mesh, finish_reasons, proxy_over, token_request, tokens_of, until
+from support.fake_mesh import PROMPT, fake_mesh, finish_reasons, proxy_over, token_request, tokens_of
 
 
 def test_first_token_comes_before_decode_is_asked_and_the_trace_tells_who_served() -> None:

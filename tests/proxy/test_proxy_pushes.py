@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pdmesh.errors import PeerUnavailable
+from support.awaiting import until
 from support.fake_engine import Behaviour, FakeEngine, expected_tokens
-from support.fake_mesh import PROMPT, fake_mesh, token_request, tokens_of, until
+from support.fake_mesh import PROMPT, fake_mesh, token_request, tokens_of
 
 
 def pushing(role: str, **options: Any) -> FakeEngine:

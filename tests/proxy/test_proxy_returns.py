@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 from pdmesh_proxy.metrics import ProxyMetrics
 from pdmesh_proxy.offers import HeldOffer, HeldOffers
 from pdmesh_proxy.running import RunningRequest
+from support.awaiting import until
 from support.fake_engine import Behaviour, FakeEngine, expected_tokens
-from support.fake_mesh import PROMPT, FakeMesh, fake_mesh, token_request, tokens_of, until
+from support.fake_mesh import PROMPT, FakeMesh, fake_mesh, token_request, tokens_of
 
 WANTED = expected_tokens(PROMPT, 40)
 

@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdmesh.cli.status import PREFIX, _lines
 from pdmesh.errors import PeerUnavailable
 from pdmesh_proxy.config import ProxyConfig
+from support.awaiting import until
 from support.fake_engine import Behaviour, FakeEngine, expected_tokens
-from support.fake_mesh import PROMPT, FakeMesh, proxy_over, token_request, tokens_of, until
+from support.fake_mesh import PROMPT, FakeMesh, proxy_over, token_request, tokens_of
 
 RIGHT, WRONG = "aaaaaaaa" * 4, "bbbbbbbb" * 4
 SLOW = Behaviour(step_s=0.02)

@@ -20,8 +20,8 @@ from pdmesh.models.source import DEMO_MODEL
 from pdmesh.protocol.messages import RepetitionDetection
 from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.service import main, serve
+from support.awaiting import until
 from support.fake_engine import Behaviour, FakeEngine
-from support.fake_mesh import until
 
 VOCAB_SIZE = 49152
 FORGED_TICKET = "AWZvcmdlZA=="

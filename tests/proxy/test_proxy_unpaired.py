@@ -16,8 +16,9 @@ from pdmesh.protocol import mesh_pb2 as pb
 from pdmesh.protocol.mesh_pb2_grpc import add_EngineServicer_to_server
 from pdmesh.security import MeshSecret
 from pdmesh.servers import grpc_server
+from support.awaiting import until
 from support.fake_engine import FakeEngine
-from support.fake_mesh import FakeMesh, fake_mesh, proxy_over, token_request, tokens_of, until
+from support.fake_mesh import FakeMesh, fake_mesh, proxy_over, token_request, tokens_of
 
 
 def test_engines_that_cannot_pair_are_named_once_with_what_differs(caplog: pytest.LogCaptureFixture) -> None:

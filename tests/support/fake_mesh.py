@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from pdmesh_proxy.cluster import Cluster
 from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.handler import MeshGenerator
 from pdmesh_proxy.metrics import ProxyMetrics
+from support.awaiting import until
 from support.fake_engine import SECRET, FakeEngine
 
 PROMPT = list(range(1, 101))
@@ -100,11 +99,3 @@ def finish_reasons(deltas: Sequence[ChoiceDelta]) -> dict[int, list[str]]:
         if delta.finish_reason:
             reasons.setdefault(delta.choice, []).append(delta.finish_reason)
     return reasons
-
-
-async def until(holds: Callable[[], object], timeout_s: float = 5.0) -> None:
-    """Wait until a condition holds; fail when it does not in time."""
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "the condition never held"
-        await asyncio.sleep(0.005)

@@ -55,9 +55,3 @@ def decode_leg(owner: Side, offer_id: str = OFFER, **fields: Any) -> GenerateReq
     owner_id = owner.engine.handoff.owner.peer_id
     awaits = AwaitedOffer(offer_id=offer_id, owner_id=owner_id, owner_address=owner.address)
     return request("d", awaits=awaits, **fields)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():
-            await asyncio.sleep(0.01)
