@@ -59,7 +59,10 @@ OF_MODEL = (
     Format(name="int8 (W8A8)", quantization="int8"),
     Format(name="int8_weight_only (W8A16)", quantization="int8_weight_only"),
 )
-OF_GGUF = (Format(name="4-bit codes, bf16 products"),)
+OF_GGUF = (
+    Format(name="4-bit codes, bf16 products"),
+    Format(name="4-bit codes, int8_activations (W4A8)", quantization="int8_activations"),
+)
 
 
 class Subject:

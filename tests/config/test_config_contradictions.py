@@ -70,6 +70,7 @@ def refused(*argv: str, environ: dict[str, str] | None = None) -> str:
         ("--kv-cache-dtype int8_per_token_head --dtype float16", ["kv-cache-dtype", "bfloat16", "float16"]),
         ("--backend cpu --dtype float16", ["backend cpu", "float16", "bfloat16 or float32"]),
         ("--backend cpu --block-size 16", ["backend cpu", "block-size", "multiple of 32", "16"]),
+        ("--quantization int8_activations --dtype float32", ["quantization int8_activations", "bfloat16", "float32"]),
         ("--quantization int8 --block-size 16", ["quantization int8", "multiple of 32", "16"]),
         ("--kv-cache-dtype int8_per_token_head --block-size 8", ["int8_per_token_head", "multiple of 32", "8"]),
         ("--cpu-isa avx2 --dtype float16", ["cpu-isa avx2", "float16"]),

@@ -78,7 +78,13 @@ def test_auto_falls_back_without_a_library(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"quantization": "int8"}, {"kv_cache_dtype": "int8_per_token_head"}, {"cpu_isa": "avx2"}]
+    "settings",
+    [
+        {"quantization": "int8"},
+        {"quantization": "int8_activations"},
+        {"kv_cache_dtype": "int8_per_token_head"},
+        {"cpu_isa": "avx2"},
+    ],
 )
 def test_what_only_the_library_can_is_not_dropped_quietly(
     model: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

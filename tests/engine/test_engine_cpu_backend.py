@@ -22,7 +22,10 @@ from pdmesh.engine.cpu_backend import CpuBackend
 from pdmesh.engine.step_logits import on_host
 from pdmesh.engine.torch_backend import TorchBackend
 from pdmesh.errors import ConfigError
+from pdmesh.models.ggml_types import GGMLType
 from pdmesh.models.kv_cache_dtype import KVCacheDtype
+from support.tiny_gguf import make_tiny_gguf
+from support.tiny_models import make_tiny
 
 VOCABULARY, LENGTH, NUM_BLOCKS = 160, 150, 64
 SIZES = {
@@ -133,14 +136,46 @@ def test_chunks_batches_and_threads_change_no_bit_in_bfloat16(
 ) -> None:
     with closing(Bound(CpuBackend(1, kv_cache_dtype=kv_cache_dtype), model, "bfloat16")) as bound:
         whole = bound.logits(token_ids)
-    ends = (1, 38, 39, 40, 104, LENGTH)
     with closing(Bound(CpuBackend(3, kv_cache_dtype=kv_cache_dtype), model, "bfloat16")) as bound:
-        # Beside it, another sequence goes on by steps of another length.
-        other, parts = token_ids[::-1], []
-        for number, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
-            beside = (1, other, 11 * number, 11 * (number + 1))
-            parts.append(bound.step([beside, (0, token_ids, start, end)])[11:])
-    np.testing.assert_array_equal(np.concatenate(parts).view(np.uint32), whole.view(np.uint32))
+        np.testing.assert_array_equal(in_chunks(bound, token_ids).view(np.uint32), whole.view(np.uint32))
+
+
+def in_chunks(bound: Bound, token_ids: list[int]) -> np.ndarray:
+    """The same logits by several steps, beside another sequence that goes on by steps of another length."""
+    ends, other, parts = (1, 38, 39, 40, 104, LENGTH), token_ids[::-1], []
+    for number, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        beside = (1, other, 11 * number, 11 * (number + 1))
+        parts.append(bound.step([beside, (0, token_ids, start, end)])[11:])
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("kind", [GGMLType.Q4_1, GGMLType.Q4_0], ids=str)
+def test_int8_activations_are_close_and_depend_on_nothing_around_them(
+    kind: GGMLType, token_ids: list[int], tmp_path: Path
+) -> None:
+    made = make_tiny_gguf(make_tiny("llama", tmp_path / "made"), tmp_path / "model.gguf", kind=kind)
+    found, infos = [], []
+    for quantization in ("none", "int8_activations"):
+        with closing(Bound(CpuBackend(1, quantization=quantization), made, "bfloat16")) as bound:
+            found.append(bound.logits(token_ids))
+            infos.append(bound.info)
+    error = np.linalg.norm(found[1] - found[0]) / np.linalg.norm(found[0])
+    assert 0 < error < 0.05
+    with closing(Bound(CpuBackend(3, quantization="int8_activations"), made, "bfloat16")) as bound:
+        np.testing.assert_array_equal(in_chunks(bound, token_ids).view(np.uint32), found[1].view(np.uint32))
+    assert infos[0].fingerprint != infos[1].fingerprint
+    assert infos[0].weights_fingerprint != infos[1].weights_fingerprint
+    # What is packed is the same.
+    assert len(list((tmp_path / "cache" / "weights").glob("*.weights"))) == 1
+
+
+@pytest.mark.parametrize(("dtype", "words"), [("bfloat16", "no weights .* in 4 bits"), ("float32", "needs --dtype")])
+def test_int8_activations_are_for_weights_in_four_bits(model: Path, dtype: str, words: str) -> None:
+    with (
+        closing(CpuBackend(1, quantization="int8_activations")) as backend,
+        pytest.raises(ConfigError, match=f"int8_activations.* {words}"),
+    ):
+        backend.load(str(model), dtype, None, ProgressCallback())
 
 
 def test_int8_kv_is_close_to_bfloat16(model: Path, token_ids: list[int]) -> None:

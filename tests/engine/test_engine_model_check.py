@@ -49,3 +49,30 @@ def test_a_quantised_checkpoint_is_not_quantised_again(model: Path, tmp_path: Pa
 def test_one_in_plain_numbers_may_be(model: Path, tmp_path: Path, kind: GGMLType | None) -> None:
     path = model if kind is None else make_tiny_gguf(model, tmp_path / "model.gguf", kind=kind)
     check_model(EngineConfig(model=str(path), quantization="int8"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_fit"),
+    [
+        ("gptq", True),
+        (GGMLType.Q4_0, True),
+        (GGMLType.Q4_1, True),
+        (GGMLType.Q8_0, False),
+        (GGMLType.BF16, False),
+        ("plain", False),
+    ],
+    ids=str,
+)
+def test_activations_are_quantised_for_weights_in_four_bits(
+    model: Path, tmp_path: Path, kind: GGMLType | str, is_fit: bool
+) -> None:
+    if isinstance(kind, GGMLType):
+        path = make_tiny_gguf(model, tmp_path / "model.gguf", kind=kind)
+    else:
+        path = make_tiny_packed(model, tmp_path, "gptq")[0] if kind == "gptq" else model
+    config = EngineConfig(model=str(path), quantization="int8_activations")
+    if is_fit:
+        check_model(config)
+        return
+    with pytest.raises(ConfigError, match="quantization int8_activations: .* has no weights that are kept in 4 bits"):
+        check_model(config)

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from pdmesh_kernels.cpu.abi import DType, Epilogue, Format, Isa, LinearArgs
 from pdmesh_kernels.cpu.library import Library, LibraryError, Pool
 from pdmesh_kernels.cpu.packing import PackedWeight, pack_codes, pack_values, unpack_row
+from pdmesh_kernels.linear import int8_rows_reference
 
+FOUR_BITS = (Format.Q4, Format.Q4_WIDE)
 GROUPED = (Format.Q4, Format.Q4_WIDE, Format.Q8)
 # Outputs, inputs, group: ends inside panels, steps and groups.
 SHAPES = ((1, 32, 32), (65, 96, 32), (40, 320, 128), (33, 40, 64))
@@ -25,8 +27,9 @@ def linear(
     *,
     epilogue: Epilogue = Epilogue.STORE,
     num_threads: int = 1,
+    int8_rows: bool = False,
 ) -> torch.Tensor:
-    structure = weight.structure()
+    structure = weight.structure(int8_rows=int8_rows)
     num_rows = input.shape[0]
     width = weight.num_outputs // 2 if weight.is_gated else weight.num_outputs
     output = torch.full((num_rows, width), torch.nan)
@@ -112,22 +115,65 @@ def test_products_equal_those_of_bf16_weights_made_of_them(
         assert relative_error(found, input.double() @ values.double().T) < 1e-6
 
 
-@pytest.mark.parametrize("format", [*GROUPED, Format.I8], ids=lambda format: format.name)
-def test_a_row_does_not_depend_on_others_or_on_threads(library: Library, isa: Isa, format: Format) -> None:
-    num_inputs = 192
+@pytest.mark.parametrize("format", FOUR_BITS, ids=lambda format: format.name)
+@pytest.mark.parametrize("shape", [*SHAPES, (40, 1240, 64)], ids=str)
+def test_four_bits_times_rows_in_eight_are_their_integers_scaled(
+    library: Library, isa: Isa, format: Format, shape: tuple[int, int, int]
+) -> None:
+    num_outputs, num_inputs, group = shape
+    codes, scales, offsets = make_codes(format, num_outputs, num_inputs, group)
+    assert offsets is not None
+    weight = pack_codes(library, format, codes, scales, offsets, group=group)
+    wide = [torch.from_numpy(np.repeat(each, group, axis=1)[:, :num_inputs]).double() for each in (scales, offsets)]
+    values = torch.from_numpy(codes).double() * wide[0] + wide[1]
+    for num_rows in (*NUM_ROWS, 2, 5):
+        # Groups of a row that differ in size, one of them zero.
+        input = (torch.randn(num_rows, num_inputs) * torch.logspace(-3, 3, num_inputs)).bfloat16()
+        if num_inputs > 32:
+            input[0, :32] = 0
+        found = linear(library, isa, weight, input, int8_rows=True)
+        assert relative_error(found, int8_rows_reference(input).double() @ values.T) < 1e-6, num_rows
+        assert found.equal(linear(library, Isa.AVX2, weight, input, int8_rows=True)), num_rows
+
+
+@pytest.mark.parametrize("format", FOUR_BITS, ids=lambda format: format.name)
+def test_the_largest_codes_of_weights_and_rows_overflow_nothing(library: Library, isa: Isa, format: Format) -> None:
+    codes, ones = np.full((33, 640), 15, np.uint8), np.ones((33, 20), np.float32)
+    weight = pack_codes(library, format, codes, ones, ones, group=32)
+    for sign in (1.0, -1.0):
+        for num_rows in (1, 7):
+            input = torch.full((num_rows, 640), sign).bfloat16()
+            found = linear(library, isa, weight, input, int8_rows=True)
+            torch.testing.assert_close(found, torch.full((num_rows, 33), sign * 16 * 640), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("format", "int8_rows"),
+    [*((format, False) for format in (*GROUPED, Format.I8)), *((format, True) for format in FOUR_BITS)],
+    ids=str,
+)
+def test_a_row_does_not_depend_on_others_or_on_threads(
+    library: Library, isa: Isa, format: Format, int8_rows: bool
+) -> None:
+    # More steps than are unpacked at a time.
+    num_inputs = 192 if not int8_rows else 704
     if format is Format.I8:
         weight = pack_values(library, format, torch.randn(70, num_inputs), is_gated=True)
     else:
         weight = pack_codes(library, format, *make_codes(format, 70, num_inputs, 64), group=64, is_gated=True)
     input = torch.randn(77, num_inputs).bfloat16()
     input[5, 3], input[40, 7] = torch.nan, torch.inf
-    found = linear(library, isa, weight, input, epilogue=Epilogue.SILU_MUL)
+
+    def product(rows: torch.Tensor, num_threads: int = 1) -> torch.Tensor:
+        gate = Epilogue.SILU_MUL
+        return linear(library, isa, weight, rows, epilogue=gate, num_threads=num_threads, int8_rows=int8_rows)
+
+    found = product(input)
     assert found.isnan().any(dim=1).nonzero().flatten().tolist() == [5, 40]
-    both = linear(library, isa, weight, input, epilogue=Epilogue.SILU_MUL, num_threads=2)
-    assert both.nan_to_num(7.0).equal(found.nan_to_num(7.0))
-    for row in (0, 4, 6, 31, 32, 39, 41, 76):
-        alone = linear(library, isa, weight, input[row : row + 1].clone(), epilogue=Epilogue.SILU_MUL)
-        assert alone.equal(found[row : row + 1]), row
+    assert product(input, num_threads=2).nan_to_num(7.0).equal(found.nan_to_num(7.0))
+    for start, count in ((0, 1), (4, 1), (6, 3), (31, 1), (32, 2), (39, 1), (41, 20), (73, 4), (76, 1)):
+        rows = slice(start, start + count)
+        assert product(input[rows].clone()).equal(found[rows]), start
 
 
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 1), (33, 40), (70, 1000)])

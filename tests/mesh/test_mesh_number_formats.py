@@ -1,4 +1,4 @@
-"""Keys and values of fewer bits, and steps of other numbers of threads, give the tokens that one engine alone gives."""
+"""Keys, values and activations of fewer bits, and steps of other numbers of threads, give the tokens that one engine alone gives."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ import pytest
 
 from support.mesh import mesh
 from support.tiny_models import make_tiny
+from support.tiny_packed import make_tiny_packed
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
 
 
-def test_int8_keys_and_values_are_handed_over_between_engines_of_one_and_three_threads(tmp_path: Path) -> None:
-    model = str(make_tiny("llama", tmp_path / "llama"))
+@pytest.mark.parametrize(
+    "flags",
+    [("--kv-cache-dtype", "int8_per_token_head"), ("--quantization", "int8_activations")],
+    ids=["keys and values", "activations"],
+)
+def test_int8_is_handed_over_between_engines_of_one_and_three_threads(flags: tuple[str, str], tmp_path: Path) -> None:
+    made = make_tiny("llama", tmp_path / "llama")
+    if "int8_activations" in flags:
+        made, _ = make_tiny_packed(made, tmp_path, "gptq")
     with mesh(
-        model,
-        engine_flags=("--kv-cache-dtype", "int8_per_token_head", "--kv-cache-memory-bytes", str(8 << 20)),
+        str(made),
+        engine_flags=(*flags, "--kv-cache-memory-bytes", str(8 << 20)),
         prefill_flags=("--cpu-threads", "3"),
     ) as running:
         (prefill,), (decode,) = running.prefill, running.decode

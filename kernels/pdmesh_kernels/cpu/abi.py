@@ -32,6 +32,11 @@ class Format(IntEnum):
     Q4 = 4
     Q4_WIDE = 5
 
+    @property
+    def has_four_bits(self) -> bool:
+        """Whether rows may be quantised to 8 bits for it."""
+        return self in (Format.Q4, Format.Q4_WIDE)
+
 
 class Epilogue(IntEnum):
     STORE = 0
@@ -48,7 +53,7 @@ class Weight(ctypes.Structure):
         ("num_inputs", c_int32),
         ("group", c_int32),
         ("is_gated", c_int32),
-        ("reserved", c_int32),
+        ("int8_rows", c_int32),
         ("panel_bytes", c_size_t),
         ("panels", c_void_p),
     ]

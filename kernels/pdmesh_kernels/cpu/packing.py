@@ -36,8 +36,9 @@ class PackedWeight:
     panels: NDArray[np.uint8]
     """Flat, 64-byte aligned; may be mapped from a file."""
 
-    def structure(self) -> Weight:
-        """Return the library's description of it, which borrows `panels`."""
+    def structure(self, *, int8_rows: bool = False) -> Weight:
+        """Return the library's description of it, which borrows `panels`. `int8_rows`: what is multiplied with it is quantised
+        to 8 bits first, which weights in 4 bits allow."""
         num_panels = panel_count(self.num_outputs, self.is_gated)
         return Weight(
             format=self.format,
@@ -45,6 +46,7 @@ class PackedWeight:
             num_inputs=self.num_inputs,
             group=self.group,
             is_gated=self.is_gated,
+            int8_rows=int8_rows,
             panel_bytes=self.panels.nbytes // num_panels,
             panels=self.panels.ctypes.data,
         )

@@ -43,15 +43,16 @@ def linear_cpu(
     *,
     gate: Gate | None = None,
     residual: torch.Tensor | None = None,
+    int8_rows: bool = False,
 ) -> torch.Tensor:
     """As `linear`, whose checks were made."""
     if residual is not None:
         output = residual.clone()
-        run(runtime, x, weight, output, Epilogue.ADD, bias)
+        run(runtime, x, weight, output, Epilogue.ADD, bias, int8_rows=int8_rows)
         return output
     epilogue = Epilogue.STORE if gate is None else Epilogue[gate.name]
     output = torch.empty(x.shape[0], weight.num_outputs // 2 if gate else weight.num_outputs, dtype=x.dtype)
-    run(runtime, x, weight, output, epilogue, bias)
+    run(runtime, x, weight, output, epilogue, bias, int8_rows=int8_rows)
     return output
 
 
@@ -75,9 +76,10 @@ def run(
     *,
     soft_cap: float = 0.0,
     best: PanelLogits | None = None,
+    int8_rows: bool = False,
 ) -> None:
     """Fill `output`; where its rows have room behind n columns, zeros follow up to the next multiple of 64."""
-    structure = weight.structure()
+    structure = weight.structure(int8_rows=int8_rows)
     args = LinearArgs(
         weight=ctypes.pointer(structure),
         input=x.data_ptr(),
@@ -92,7 +94,7 @@ def run(
     )
     if best is not None:
         args.best_value, args.best_id = best.best_value.data_ptr(), best.best_id.data_ptr()
-    if weight.format is Format.I8:
+    if weight.format is Format.I8 or int8_rows:
         num_bytes = runtime.library.functions.pdm_linear_scratch_bytes(ctypes.byref(structure), x.shape[0])
         scratch = np.empty(num_bytes, dtype=np.uint8)
         args.scratch = scratch.ctypes.data

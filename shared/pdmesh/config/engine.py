@@ -27,9 +27,10 @@ class EngineConfig(ServiceConfig, HttpConfig):
     """Device code that runs the model: the CPU library, or PyTorch; auto: the CPU library where it can serve the model."""
     cpu_isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2"] = "auto"
     """Instruction set that the CPU library uses; auto: the fastest that the processor has."""
-    quantization: Literal["none", "int8", "int8_weight_only"] = "none"
+    quantization: Literal["none", "int8", "int8_weight_only", "int8_activations"] = "none"
     """What the CPU library makes of weights that the checkpoint has in 16 or 32 bits. int8: weights and activations;
-    int8_weight_only: weights in groups. A checkpoint that is quantised already is refused."""
+    int8_weight_only: weights in groups; both refuse a checkpoint that is quantised already. int8_activations: activations
+    where the checkpoint has weights in 4 bits; one that has none is refused."""
     kv_cache_dtype: Literal["auto", "int8_per_token_head"] = "auto"
     """auto: dtype. int8_per_token_head: half of bfloat16's bytes, a scale for each token and KV head (CPU library)."""
     cpu_threads: int = Field(default=0, ge=0, le=1024)

@@ -13,11 +13,11 @@ from pdmesh.engine.host_memory import available_bytes, usable_cores
 from pdmesh.engine.step_logits import StepLogits
 from pdmesh.errors import ConfigError
 from pdmesh.models.checkpoint import open_checkpoint
-from pdmesh.models.checkpoint_quantization import already_quantised
+from pdmesh.models.checkpoint_quantization import already_quantised, no_four_bits
 from pdmesh.models.content_digest import FileStates
 from pdmesh.models.cpu_program import CpuProgram
 from pdmesh.models.cpu_weights import CpuWeights, load_cpu_weights
-from pdmesh.models.fingerprint import fingerprints, with_kv_cache
+from pdmesh.models.fingerprint import Fingerprints, fingerprints, with_int8_activations, with_kv_cache
 from pdmesh.models.kv_cache_dtype import KVCacheDtype
 from pdmesh.models.kv_layout import CPU_PACKING, KVLayout, plan_layouts
 from pdmesh.models.model_config import ModelConfig
@@ -87,9 +87,10 @@ class CpuBackend(Backend):
                 raise ConfigError(
                     f"{model}: head_dim {config.head_dim} is not an even number up to {MAX_HEAD_DIM}; use --backend torch"
                 )
-            if self._quantization is not Quantization.NONE and checkpoint.reader.is_quantised:
-                raise already_quantised(model, self._quantization.value)
-            quantization = "" if self._quantization is Quantization.NONE else self._quantization.value
+            of_weights = self._quantization.of_weights
+            if of_weights is not Quantization.NONE and checkpoint.reader.is_quantised:
+                raise already_quantised(model, of_weights.value)
+            quantization = "" if of_weights is Quantization.NONE else of_weights.value
             states = FileStates(checkpoint.reader.stored_regions())
             names = fingerprints(config, checkpoint.reader.stored_regions(), dtype_name, quantization)
             self._weights = load_cpu_weights(
@@ -106,6 +107,12 @@ class CpuBackend(Backend):
                 lambda: progress(WAITING_STAGE, 0.0),
             )
         self._config = config
+        if self._quantization is Quantization.INT8_ACTIVATIONS:
+            if not any(weight.format.has_four_bits for weight in self._weights.weights.values()):
+                raise no_four_bits(model)
+            # What is packed is the same, what is computed is not.
+            names = Fingerprints(model=with_int8_activations(names.model), weights=with_int8_activations(names.weights))
+            quantization = self._quantization.value
         self._layouts = plan_layouts(config, self._kv_cache_dtype.item_dtype(dtype_name), size, CPU_PACKING)
         log.info(
             "loaded %s: %s, %s, %d KV groups in %s, %s, %d threads, %.2f s",
@@ -187,4 +194,13 @@ class CpuBackend(Backend):
     def _make_program(self, blocks: NDArray[np.uint8]) -> CpuProgram:
         assert self._config is not None
         assert self._weights is not None
-        return CpuProgram(self._library, self._isa, self._config, self._weights, self._layouts, blocks)
+        has_int8_rows = self._quantization is Quantization.INT8_ACTIVATIONS
+        return CpuProgram(
+            self._library,
+            self._isa,
+            self._config,
+            self._weights,
+            self._layouts,
+            blocks,
+            has_int8_rows=has_int8_rows,
+        )

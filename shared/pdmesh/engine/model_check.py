@@ -6,11 +6,12 @@ from pdmesh.config import EngineConfig
 from pdmesh.config.contradictions import needs_cpu_library
 from pdmesh.engine.host_memory import total_bytes
 from pdmesh.errors import ConfigError
-from pdmesh.models.checkpoint_quantization import already_quantised
-from pdmesh.models.ggml_types import PLAIN_TYPES
+from pdmesh.models.checkpoint_quantization import already_quantised, no_four_bits
+from pdmesh.models.ggml_types import PLAIN_TYPES, GGMLType
 from pdmesh.models.source import ModelSource, read_config, read_gguf_metadata, resolve
 from pdmesh_kernels.cpu.limits import MAX_HEAD_DIM
 
+FOUR_BITS = frozenset({GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K})
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -45,8 +46,19 @@ def _check_library(config: EngineConfig, source: ModelSource, model: dict[str, A
         raise ConfigError(
             f"{needing}: the CPU library's heads have an even number up to {MAX_HEAD_DIM}; this model's head_dim is {head_dim}"
         )
-    if config.quantization != "none" and _is_quantised(source, model):
+    if config.quantization == "int8_activations":
+        if not _may_have_four_bits(source, model):
+            raise no_four_bits(config.model)
+    elif config.quantization != "none" and _is_quantised(source, model):
         raise already_quantised(config.model, config.quantization)
+
+
+def _may_have_four_bits(source: ModelSource, model: dict[str, Any]) -> bool:
+    """Whether some weights are in 4 bits; that they can be kept so is known only when they are read."""
+    if source.kind == "hf":
+        return (model.get("quantization_config") or {}).get("bits") == 4
+    tensors = read_gguf_metadata(source.path).tensors.values()
+    return any(tensor.type_id in FOUR_BITS for tensor in tensors)
 
 
 def _is_quantised(source: ModelSource, model: dict[str, Any]) -> bool:

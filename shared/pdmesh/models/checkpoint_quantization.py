@@ -67,6 +67,13 @@ def already_quantised(model: str, quantization: str) -> ConfigError:
     )
 
 
+def no_four_bits(model: str) -> ConfigError:
+    """Return what is raised where `--quantization int8_activations` would change nothing."""
+    return ConfigError(
+        f"quantization int8_activations: {model} has no weights that are kept in 4 bits, for which alone it is; leave it none"
+    )
+
+
 def _bits(given: dict[str, Any], packed: PackedFormat, model: str) -> int:
     bits = given.get("bits", given.get("w_bit"))
     supported = (4,) if packed is PackedFormat.AWQ else (4, 8)

@@ -45,9 +45,13 @@ class CpuProgram:
         weights: CpuWeights,
         layouts: tuple[KVLayout, ...],
         blocks: NDArray[np.uint8],
+        *,
+        has_int8_rows: bool = False,
     ) -> None:
-        """`blocks` is the KV pool [num_blocks, block_bytes], 64-byte aligned."""
+        """`blocks` is the KV pool [num_blocks, block_bytes], 64-byte aligned. `has_int8_rows`: weights in 4 bits are multiplied
+        with activations in 8."""
         self._library, self._config, self._weights = library, config, weights
+        self._has_int8_rows = has_int8_rows
         self._kv_dtype = KV_DTYPES[layouts[0].dtype]
         # Beside int8 keys and values the library computes in bf16 only.
         self._dtype = DType.F32 if self._kv_dtype is DType.F32 else DType.BF16
@@ -209,7 +213,8 @@ class CpuProgram:
         return ctypes.pointer(kv)
 
     def _weight(self, projection: Projection) -> Any:
-        structure: Weight = self._weights.weights[projection.name].structure()
+        weight = self._weights.weights[projection.name]
+        structure: Weight = weight.structure(int8_rows=self._has_int8_rows and weight.format.has_four_bits)
         self._kept.append(structure)
         return ctypes.pointer(structure)
 

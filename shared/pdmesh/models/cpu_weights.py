@@ -76,7 +76,9 @@ def load_cpu_weights(
     del expanded[""]
     formats = "-".join(sorted({choice.format.name.lower() for choice in choices.values()}))
     entries = _entries(library, plan, choices)
-    key = f"{fingerprint}-{formats}-{quantization.value}-{ABI_VERSION}-{library.packing}-{_contents(entries)}"
+    key = (
+        f"{fingerprint}-{formats}-{quantization.of_weights.value}-{ABI_VERSION}-{library.packing}-{_contents(entries)}"
+    )
     path = weight_path(key)
     file = open_weight_file(path, key)
     if file is None:

@@ -45,6 +45,11 @@ def with_kv_cache(fingerprint: str, kv_cache_dtype: KVCacheDtype) -> str:
     return hashlib.sha256(f"{fingerprint} kv {kv_cache_dtype.value}".encode()).hexdigest()[:32]
 
 
+def with_int8_activations(fingerprint: str) -> str:
+    """Return the name of the same weights multiplied with activations in 8 bits."""
+    return hashlib.sha256(f"{fingerprint} int8 activations".encode()).hexdigest()[:32]
+
+
 def _plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value

@@ -30,12 +30,19 @@ ONLINE_GROUP = 64
 
 
 class Quantization(Enum):
-    """What is done with weights that the checkpoint has in full precision."""
+    """What is done to compute with fewer bits than the checkpoint has."""
 
     NONE = "none"
     INT8 = "int8"
     """Weights and, as they come, activations in 8 bits."""
     INT8_WEIGHT_ONLY = "int8_weight_only"
+    INT8_ACTIVATIONS = "int8_activations"
+    """Activations in 8 bits where the checkpoint's weights are in 4: nothing else changes, weights least of all."""
+
+    @property
+    def of_weights(self) -> Quantization:
+        """What is done with weights that the checkpoint has in full precision."""
+        return Quantization.NONE if self is Quantization.INT8_ACTIVATIONS else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ def choose_format(
     own = _own_format(reader, projection)
     if own is not None:
         return own
-    if quantization is Quantization.NONE or is_table:
+    if quantization.of_weights is Quantization.NONE or is_table:
         return FormatChoice(Format.BF16, 0)
     if quantization is Quantization.INT8:
         return FormatChoice(Format.I8, 0)

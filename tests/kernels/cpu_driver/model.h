@@ -14,7 +14,7 @@ struct Shape {
 
 inline Shape any_shape(Random &random) {
     const int kv_heads[] = {1, 2, 3}, groups[] = {1, 2, 3, 7}, head_dims[] = {2, 16, 40, 64, 80, 128}, blocks[] = {32, 64};
-    const int formats[] = {PDM_W_F32, PDM_W_BF16, PDM_W_BF16, PDM_W_I8, PDM_W_Q8, PDM_W_Q4};
+    const int formats[] = {PDM_W_F32, PDM_W_BF16, PDM_W_BF16, PDM_W_I8, PDM_W_Q8, PDM_W_Q4, PDM_W_Q4_WIDE};
     Shape shape;
     shape.vocabulary = random.between(1, 120);
     shape.hidden = random.between(1, 150);

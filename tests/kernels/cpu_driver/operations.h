@@ -78,11 +78,17 @@ struct Operations {
         args.soft_cap = random.once_in(2) ? 30.0f : 0.0f;
         args.best_value = has_best ? best_value.data() : nullptr;
         args.best_id = has_best ? best_id.data() : nullptr;
-        args.scratch = format == PDM_W_I8 ? scratch.data() : nullptr;
+        args.scratch = scratch.size() ? scratch.data() : nullptr;
         accept(pdm_linear(pool, isa, &args));
         if (has_best)
             for (size_t i = 0; i < num_best; i++) REQUIRE(best_id[i] >= 0 && best_id[i] < num_outputs, "best id %d", best_id[i]);
         wrong_linear(args);
+    }
+
+    // So that a row needs scratch, whatever it was.
+    static void quantised(pdm_weight &weight) {
+        weight.format = PDM_W_Q4, weight.int8_rows = 1, weight.group = 32;
+        weight.panel_bytes = pdm_panel_bytes(weight.format, weight.num_inputs, weight.group);
     }
 
     void wrong_linear(const pdm_linear_args &good) {
@@ -96,6 +102,9 @@ struct Operations {
             [](pdm_linear_args &, pdm_weight &weight) { weight.num_inputs += 64; },
             [](pdm_linear_args &, pdm_weight &weight) { weight.num_inputs = INT32_MAX; },
             [](pdm_linear_args &, pdm_weight &weight) { weight.panel_bytes -= 64; },
+            [](pdm_linear_args &, pdm_weight &weight) { weight.int8_rows = 2; },
+            [](pdm_linear_args &, pdm_weight &weight) { weight.format = PDM_W_BF16, weight.int8_rows = 1; },
+            [](pdm_linear_args &args, pdm_weight &weight) { quantised(weight), args.num_rows = 1, args.scratch = nullptr; },
             [](pdm_linear_args &, pdm_weight &weight) { weight.panels = nullptr; },
             [](pdm_linear_args &, pdm_weight &weight) { weight.is_gated = !weight.is_gated; },
             [](pdm_linear_args &args, pdm_weight &) { args.epilogue = 5; },

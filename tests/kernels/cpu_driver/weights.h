@@ -7,7 +7,8 @@
 struct Packed {
     Packed(int format, int num_outputs, int num_inputs, int is_gated, Random &random, float scale = 0.1f)
         : group(format >= PDM_W_Q8 ? 32 * random.between(1, 4) : 0),
-          weight{format, num_outputs, num_inputs, group, is_gated, 0, pdm_panel_bytes(format, num_inputs, group), nullptr},
+          weight{format, num_outputs, num_inputs, group, is_gated, may_have_int8_rows(format) && random.once_in(2),
+                 pdm_panel_bytes(format, num_inputs, group), nullptr},
           panels(size_t(pdm_num_panels(num_outputs, is_gated)) * weight.panel_bytes, random.guard(), 64) {
         weight.panels = panels.data();
         if (format == PDM_W_Q4 || format == PDM_W_Q4_WIDE)
@@ -21,6 +22,7 @@ struct Packed {
     Exact<uint8_t> panels;
 
   private:
+    static bool may_have_int8_rows(int format) { return format == PDM_W_Q4 || format == PDM_W_Q4_WIDE; }
     void pack_values(Random &random, float scale) {
         Exact<float> values(size_t(weight.num_outputs) * size_t(weight.num_inputs), random.guard());
         fill(values.begin(), values.end(), random, scale);

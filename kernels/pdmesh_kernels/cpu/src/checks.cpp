@@ -46,6 +46,8 @@ const char *check(const pdm_weight *weight) {
     if (weight->is_gated && weight->num_outputs % 2) return "weight.num_outputs: odd, but gated";
     const bool is_grouped = weight->format >= PDM_W_Q8;
     if (is_grouped && (weight->group < 32 || weight->group % 32)) return "weight.group: not a multiple of 32";
+    const bool has_four_bits = weight->format == PDM_W_Q4 || weight->format == PDM_W_Q4_WIDE;
+    if (weight->int8_rows != 0 && !(weight->int8_rows == 1 && has_four_bits)) return "weight.int8_rows: not 0, or 1 for 4 bits";
     if (weight->panel_bytes != pdm_panel_bytes(weight->format, weight->num_inputs, weight->group))
         return "weight.panel_bytes: not of its format";
     return nullptr;
@@ -65,7 +67,7 @@ const char *check(const pdm_linear_args &args) {
     if (args.output_stride < size_t(is_gate ? weight.num_outputs / 2 : weight.num_outputs)) return "output_stride: less than a row";
     if (args.num_rows && (!args.input || !args.output)) return "input or output: missing";
     if (bool(args.best_value) != bool(args.best_id)) return "best_value and best_id: only one is there";
-    if (weight.format == PDM_W_I8 && args.num_rows && !args.scratch) return "scratch: missing";
+    if (quantizes_rows(weight) && args.num_rows && !args.scratch) return "scratch: missing";
     return nullptr;
 }
 

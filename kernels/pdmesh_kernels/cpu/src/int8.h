@@ -6,15 +6,13 @@
 #include <optional>
 
 #include "epilogue.h"
+#include "group_rows.h"
 #include "quantised_panels.h"
 #include "simd.h"
 #include "tiles.h"
 
 namespace pdm {
 namespace {
-
-// Rows below this have no scale that a float could invert.
-constexpr float LEAST_INT8_MAXIMUM = 1e-35f;
 
 inline int8_t *i8_codes(const pdm_linear_args &args) { return static_cast<int8_t *>(args.scratch); }
 inline float *i8_scales(const pdm_linear_args &args) {
@@ -39,6 +37,7 @@ inline float quantize_row(const uint16_t *x, int width, int8_t *codes) {
 }
 
 void quantize_rows(const pdm_linear_args &args, int row_begin, int row_end) {
+    if (args.weight->int8_rows) return quantize_groups(args, row_begin, row_end);
     const int width = args.weight->num_inputs, padded = padded_inputs(width);
     for (int row = row_begin; row < row_end; row++) {
         int8_t *const codes = i8_codes(args) + size_t(row) * size_t(padded);

@@ -30,7 +30,7 @@ struct Kernels {
     void (*leave)();
     // Rows [row_begin, row_end) of panels [panel_begin, panel_end). Rows begin at a multiple of 32.
     void (*linear)(const pdm_linear_args &args, int row_begin, int row_end, int panel_begin, int panel_end, void *scratch);
-    // PDM_W_I8: quantises input rows into args.scratch, before `linear`.
+    // PDM_W_I8, int8_rows: quantises input rows into args.scratch, before `linear`.
     void (*quantize_rows)(const pdm_linear_args &args, int row_begin, int row_end);
     void (*norm)(const pdm_norm_args &args, int row_begin, int row_end, void *scratch);
     void (*embed)(const pdm_embed_args &args, int row_begin, int row_end);

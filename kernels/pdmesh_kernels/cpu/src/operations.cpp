@@ -40,7 +40,7 @@ int pdm_linear(pdm_pool *pool, int isa, const pdm_linear_args *args) {
         QuantizePhase quantize(kernels, linear);
         linear.prepare(pool->num_threads());
         std::vector<Phase *> phases;
-        if (args->weight->format == PDM_W_I8) {
+        if (quantizes_rows(*args->weight)) {
             quantize.prepare();
             phases.push_back(&quantize);
         }

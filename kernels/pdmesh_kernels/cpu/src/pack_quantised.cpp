@@ -5,6 +5,7 @@
 #include "pack.h"
 #include "phases.h"
 #include "quantised_panels.h"
+#include "quantised_rows.h"
 
 namespace pdm {
 namespace {
@@ -253,7 +254,8 @@ int pdm_pack_codes(int format, int num_outputs, int num_inputs, int group, int i
 }
 
 size_t pdm_linear_scratch_bytes(const pdm_weight *weight, int num_rows) {
-    return weight->format == PDM_W_I8 ? i8_scratch_bytes(weight->num_inputs, std::max(num_rows, 0)) : 0;
+    if (weight->format == PDM_W_I8) return i8_scratch_bytes(weight->num_inputs, std::max(num_rows, 0));
+    return weight->int8_rows ? group_scratch_bytes(weight->num_inputs, std::max(num_rows, 0)) : 0;
 }
 
 }  // extern "C"

@@ -33,7 +33,7 @@ enum pdm_format {
     PDM_W_BF16 = 1, /* panel [K'/32][2 halves of 16 outputs][16 pairs of inputs][16 outputs][2] bf16: what an AMX tile holds */
     PDM_W_I8 = 2,   /* W8A8: int8 weights with one scale per output, activations quantised per row as they come */
     PDM_W_Q8 = 3,   /* W8A16: int8 with a scale per `group` inputs; multiplied as bf16 */
-    PDM_W_Q4 = 4,   /* W4A16: 4 bits with scale and offset per `group` inputs, f16; multiplied as bf16 */
+    PDM_W_Q4 = 4,   /* W4A16: 4 bits with scale and offset per `group` inputs, f16; multiplied as bf16, but for int8_rows */
     PDM_W_Q4_WIDE = 5 /* the same with scale and offset in f32, where f16 would change them (Q4_K, GPTQ, AWQ) */
 };
 
@@ -43,7 +43,7 @@ typedef struct {
     int32_t num_inputs;  /* K */
     int32_t group;       /* inputs that share a scale (Q8, Q4, Q4_WIDE), a multiple of 32; else 0 */
     int32_t is_gated;    /* rows are [gate I; up I]; a panel has 16 of gate, then the same 16 of up */
-    int32_t reserved;
+    int32_t int8_rows;   /* Q4, Q4_WIDE: 1: W4A8, a row's inputs are quantised as they come, 32 to a scale; else 0 */
     size_t panel_bytes;  /* pdm_panel_bytes(format, K, group) */
     const void *panels;  /* 64-byte aligned, pdm_num_panels(...) * panel_bytes */
 } pdm_weight;
@@ -62,7 +62,7 @@ enum pdm_epilogue {
 
 typedef struct {
     const pdm_weight *weight;
-    const void *input; /* [M, K]: f32 for PDM_W_F32, bf16 otherwise (PDM_W_I8 quantises it itself, into `scratch`) */
+    const void *input; /* [M, K]: f32 for PDM_W_F32, bf16 otherwise (PDM_W_I8 and int8_rows quantise it themselves, into `scratch`) */
     size_t input_stride;
     int32_t num_rows;
     int32_t epilogue;
@@ -73,7 +73,7 @@ typedef struct {
     float soft_cap;       /* PDM_LOGITS: 0 none */
     float *best_value;    /* PDM_LOGITS: [M, num_panels] f32 workspace: largest logit of each panel (NaN when one is NaN), or NULL */
     int32_t *best_id;     /* [M, num_panels] its lowest id */
-    void *scratch;        /* PDM_W_I8: pdm_linear_scratch_bytes(weight, M), else NULL */
+    void *scratch;        /* PDM_W_I8, int8_rows: pdm_linear_scratch_bytes(weight, M), else NULL */
 } pdm_linear_args;
 
 typedef struct {

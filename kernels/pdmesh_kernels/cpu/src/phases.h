@@ -28,6 +28,8 @@ enum TimeSlot { TIME_EMBED, TIME_NORM, TIME_LINEAR, TIME_HEADS, TIME_ATTENTION, 
 // Runs phases in order on all threads; adds what each took to times_ns unless that is nullptr.
 void run_phases(pdm_pool &pool, const Kernels &kernels, const std::vector<Phase *> &phases, int64_t *times_ns);
 
+inline bool quantizes_rows(const pdm_weight &weight) { return weight.format == PDM_W_I8 || weight.int8_rows; }
+
 class LinearPhase : public Phase {
   public:
     LinearPhase(const Kernels &kernels, const pdm_linear_args &args, int time_slot = TIME_LINEAR)
@@ -41,7 +43,7 @@ class LinearPhase : public Phase {
     int panels_per_piece_ = 1, pieces_per_row_block_ = 1;
 };
 
-// Before a LinearPhase of int8 weights.
+// Before a LinearPhase whose rows are quantised.
 class QuantizePhase : public Phase {
   public:
     QuantizePhase(const Kernels &kernels, const LinearPhase &linear)

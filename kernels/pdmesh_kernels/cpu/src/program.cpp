@@ -117,10 +117,10 @@ struct pdm_program {
         auto linear = std::make_unique<LinearPhase>(kernels_, args);
         LinearPhase &phase = *linear;
         QuantizePhase *quantize = nullptr;
-        if (weight.format == PDM_W_I8) quantize = &add(std::make_unique<QuantizePhase>(kernels_, phase));
+        if (quantizes_rows(weight)) quantize = &add(std::make_unique<QuantizePhase>(kernels_, phase));
         add(std::move(linear));
         Buffer &from = *buffers_[size_t(input)], &to = *buffers_[size_t(output)];
-        int8_weights_.push_back(weight.format == PDM_W_I8 ? &weight : nullptr);
+        int8_weights_.push_back(quantizes_rows(weight) ? &weight : nullptr);
         prepares_.push_back([this, &phase, quantize, &from, &to](const pdm_batch &batch, int num_threads) {
             set_rows(phase.args, batch.num_tokens, from, to);
             phase.args.scratch = int8_rows_.reserve(0);
@@ -180,11 +180,11 @@ struct pdm_program {
         auto linear = std::make_unique<LinearPhase>(kernels_, head, TIME_LOGITS);
         LinearPhase &second = *linear;
         QuantizePhase *quantize = nullptr;
-        if (head.weight->format == PDM_W_I8) quantize = &add(std::make_unique<QuantizePhase>(kernels_, second));
+        if (quantizes_rows(*head.weight)) quantize = &add(std::make_unique<QuantizePhase>(kernels_, second));
         add(std::move(linear));
         BestPhase &third = add(std::make_unique<BestPhase>(second));
         Buffer &from = *buffers_[size_t(input)];
-        int8_weights_.push_back(head.weight->format == PDM_W_I8 ? head.weight : nullptr);
+        int8_weights_.push_back(quantizes_rows(*head.weight) ? head.weight : nullptr);
         prepares_.push_back([this, &first, &second, quantize, &third, &from](const pdm_batch &batch, int num_threads) {
             first.args.row_index = batch.logits_index;
             set_rows(first.args, batch.num_logits, from, normed_);

@@ -117,6 +117,40 @@ inline I16 dot_quads(I16 c, uint32_t a, I16 b) {
 }
 inline I16 dot_quads_end(I16 c, I16) { return c; }
 #endif
+// c + four products per lane of codes below 16 and int8 numbers: at most eight times on one c, then code_sums makes it 32-bit integers.
+#if defined(__AVX512VNNI__)
+inline I16 dot_codes(I16 c, I16 codes, I16 numbers) { return {_mm512_dpbusd_epi32(c.v, codes.v, numbers.v)}; }
+inline I16 code_sums(I16 c) { return c; }
+#else
+inline I16 dot_codes(I16 c, I16 codes, I16 numbers) {
+    return {_mm512_add_epi16(c.v, _mm512_maddubs_epi16(codes.v, numbers.v))};
+}
+inline I16 code_sums(I16 c) { return {_mm512_madd_epi16(c.v, _mm512_set1_epi16(1))}; }
+#endif
+inline I16 splat_quad(const int8_t *p) {
+    int32_t quad;
+    memcpy(&quad, p, 4);
+    return {_mm512_set1_epi32(quad)};
+}
+inline I16 splat_octet(const int8_t *p) {
+    int64_t octet;
+    memcpy(&octet, p, 8);
+    return {_mm512_set1_epi64(octet)};
+}
+inline void store_i32(void *p, I16 a) { _mm512_storeu_si512(p, a.v); }
+inline I16 operator+(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+// Of thirty-two lanes those with even, and those with odd numbers.
+inline I16 even_lanes(I16 a, I16 b) {
+    const __m512i numbers = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return {_mm512_permutex2var_epi32(a.v, numbers, b.v)};
+}
+inline I16 odd_lanes(I16 a, I16 b) {
+    const __m512i numbers = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return {_mm512_permutex2var_epi32(a.v, numbers, b.v)};
+}
+// Of each byte.
+inline I16 low_nibbles(I16 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+inline I16 high_nibbles(I16 a) { return low_nibbles({_mm512_srli_epi16(a.v, 4)}); }
 
 #else
 
@@ -241,6 +275,35 @@ inline I16 dot_quads(I16 c, uint32_t a, I16 b) {
     return {dot_eight_quads(c.lo, four, b.lo), dot_eight_quads(c.hi, four, b.hi)};
 }
 inline I16 dot_quads_end(I16 c, I16) { return c; }
+inline I16 dot_codes(I16 c, I16 codes, I16 numbers) {
+    return {_mm256_add_epi16(c.lo, _mm256_maddubs_epi16(codes.lo, numbers.lo)),
+            _mm256_add_epi16(c.hi, _mm256_maddubs_epi16(codes.hi, numbers.hi))};
+}
+inline I16 code_sums(I16 c) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_madd_epi16(c.lo, ones), _mm256_madd_epi16(c.hi, ones)};
+}
+inline I16 splat_quad(const int8_t *p) {
+    int32_t quad;
+    memcpy(&quad, p, 4);
+    return {_mm256_set1_epi32(quad), _mm256_set1_epi32(quad)};
+}
+inline void store_i32(void *p, I16 a) {
+    _mm256_storeu_si256((__m256i *)p, a.lo);
+    _mm256_storeu_si256((__m256i *)p + 1, a.hi);
+}
+template <int CHOICE>
+inline __m256i eight_lanes(I16 a) {
+    const __m256 mixed = _mm256_shuffle_ps(_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi), CHOICE);
+    return _mm256_permute4x64_epi64(_mm256_castps_si256(mixed), 0xd8);
+}
+inline I16 even_lanes(I16 a, I16 b) { return {eight_lanes<0x88>(a), eight_lanes<0x88>(b)}; }
+inline I16 odd_lanes(I16 a, I16 b) { return {eight_lanes<0xdd>(a), eight_lanes<0xdd>(b)}; }
+inline I16 low_nibbles(I16 a) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
+}
+inline I16 high_nibbles(I16 a) { return low_nibbles({_mm256_srli_epi16(a.lo, 4), _mm256_srli_epi16(a.hi, 4)}); }
 
 #endif
 
