@@ -153,7 +153,7 @@ def in_chunks(bound: Bound, token_ids: list[int]) -> np.ndarray:
 def test_int8_activations_are_close_and_depend_on_nothing_around_them(
     kind: GGMLType, token_ids: list[int], tmp_path: Path
 ) -> None:
-    made = make_tiny_gguf(make_tiny("llama", tmp_path / "made"), tmp_path / "model.gguf", kind=kind)
+    made = make_tiny_gguf(make_tiny("llama_tied", tmp_path / "made"), tmp_path / "model.gguf", kind=kind)
     found, infos = [], []
     for quantization in ("none", "int8_activations"):
         with closing(Bound(CpuBackend(1, quantization=quantization), made, "bfloat16")) as bound:

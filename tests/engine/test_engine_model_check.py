@@ -74,5 +74,5 @@ def test_activations_are_quantised_for_weights_in_four_bits(
     if is_fit:
         check_model(config)
         return
-    with pytest.raises(ConfigError, match="quantization int8_activations: .* has no weights that are kept in 4 bits"):
+    with pytest.raises(ConfigError, match=r"quantization int8_activations: .* has no weights that are kept in 4 bits"):
         check_model(config)

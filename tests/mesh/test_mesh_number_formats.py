@@ -1,4 +1,4 @@
-"""Keys, values and activations of fewer bits, and steps of other numbers of threads, give the tokens that one engine alone gives."""
+"""Numbers of fewer bits, and steps of other numbers of threads, give the tokens that one engine alone gives."""
 
 from __future__ import annotations
 
