@@ -123,7 +123,7 @@ class TierClient:
             return None
         timeout_s = min(self._lookup_timeout_s, remaining_s)
 
-        async def ask(peer: Peer, transfer_id: str, connector: str) -> Begun:
+        async def ask(peer: Peer, transfer_id: str, _connector: str) -> Begun:
             return await self._lookup(peer, transfer_id, keys, timeout_s)
 
         try:
