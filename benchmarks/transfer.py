@@ -2,14 +2,16 @@
 
     python benchmarks/transfer.py --json results/today-transfer.json
 
-In turns within one run, each round in another order: one core's memcpy of the same bytes between the same pages; `shm`; a bare
-NIXL agent that reads all blocks at once, without helper process, words or sums; two such agents in two threads, with half of the
-blocks each; `nixl` as engines use it; `grpc`. The goals: `shm` at least 0.8 of memcpy, `nixl` within 10 % of the bare agent. Exit
-code 1 when one is missed.
+In turns within one run, each round in another order: one core's memcpy of the same bytes between the same pages; `shm`; bare UCX
+(RMA reads by UCP's own calls, of each block and of the whole pool as one range) and a bare NIXL agent that reads all blocks at
+once, without helper process, words or sums; two of each in two threads, with half of the blocks each; `nixl` as engines use
+it; `grpc`. All of UCX runs with the environment that the connector gives it. The goals: `shm` at least 0.8 of memcpy, `nixl`
+within 10 % of bare UCX, the faster of its two. Exit code 1 when one is missed.
 """
 
 import argparse
 import ctypes
+import functools
 import json
 import os
 import random
@@ -30,6 +32,7 @@ import numpy as np
 
 from pdmesh.connector.base import PeerPool, Pull, WorkerConnector
 from pdmesh.connector.native_agent import AgentSettings, CopyState, Ranges
+from pdmesh.connector.nixl import UCX_ENVIRONMENT, UCX_LOOPBACK_ENVIRONMENT
 from pdmesh.connector.options import connector_options
 from pdmesh.connector.pool import KVPool, PoolShape
 from pdmesh.connector.registry import make_worker_connectors
@@ -111,13 +114,31 @@ class BareAgent:
             sys.exit("the bare agent's read failed")
 
 
-class TwoBareAgents:
-    """Two such agents, each with one half and in a thread of its own."""
+class BareUcx:
+    """UCX's own reads: of blocks, all of them or some, or of the whole pool as one range."""
 
-    def __init__(self, hello: dict[str, Any], target: KVPool) -> None:
-        middle = target.shape.num_blocks // 2
-        self._first = BareAgent(hello, target, slice(middle))
-        self._second = BareAgent(hello, target, slice(middle, None))
+    def __init__(
+        self, hello: dict[str, Any], target: KVPool, blocks: slice = slice(None), *, in_one_range: bool = False
+    ) -> None:
+        from transfer_ucx import UcxReader
+
+        local, remote = (_ranges(base, target.shape)[blocks] for base in (address_of(target), hello["base"]))
+        reads = [
+            (int(here), int(there), int(size)) for (here, size, _), (there, _, _) in zip(local, remote, strict=True)
+        ]
+        if in_one_range:
+            reads = [(reads[0][0], reads[0][1], sum(size for _, _, size in reads))]
+        keys = (bytes.fromhex(hello["ucx_address"]), bytes.fromhex(hello["ucx_key"]))
+        self._reader = UcxReader(address_of(target), target.shape.total_bytes, *keys, reads)
+        self.move = self._reader.move
+
+
+class InTwoThreads:
+    """Two such readers, each with one half and in a thread of its own."""
+
+    def __init__(self, make: Callable[[slice], BareAgent | BareUcx], num_blocks: int) -> None:
+        middle = num_blocks // 2
+        self._first, self._second = make(slice(middle)), make(slice(middle, None))
         self._thread = ThreadPoolExecutor(1)
 
     def move(self) -> None:
@@ -129,6 +150,8 @@ class TwoBareAgents:
 def main() -> int:
     """Measure and report; returns the exit code."""
     arguments = _arguments()
+    # For the bare ones here and in the owner; connectors' processes get the same.
+    os.environ.update(UCX_ENVIRONMENT | UCX_LOOPBACK_ENVIRONMENT | dict(os.environ))
     shape = PoolShape(arguments.blocks, arguments.block_bytes)
     with ExitStack() as stack:
         hello, secret = _start_owner(stack, arguments.connectors, shape)
@@ -136,7 +159,7 @@ def main() -> int:
         source = _source(hello, shape, secret)
         ways = _ways(stack, arguments, hello, secret, source, target)
         times = _measure(ways, source, target, arguments.rounds)
-        report = _report(times, shape, arguments)
+        report = _report(times, shape, hello, arguments)
     print(_table(report))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -193,8 +216,7 @@ def _ways(
     ways = [Way(name="memcpy", move=memcpy)]
     for name in arguments.connectors:
         if name == "nixl":
-            ways.append(Way(name="bare nixl", move=BareAgent(hello, target).move))
-            ways.append(Way(name="two bare nixl", move=TwoBareAgents(hello, target).move))
+            ways += _bare_ways(hello, target)
         for is_checked in (True, False):
             made = make_worker_connectors(
                 [name], peer_id=f"consumer-{name}@{int(is_checked)}", secret=secret, on_loopback=True, options=options
@@ -203,6 +225,21 @@ def _ways(
             label = name if is_checked else f"{name}, no sums"
             ways.append(Way(name=label, move=Puller(made[name], hello, target, is_checked=is_checked).move))
     return ways
+
+
+def _bare_ways(hello: dict[str, Any], target: KVPool) -> list[Way]:
+    # The agent first: it loads the library.
+    agent = BareAgent(hello, target)
+    two_agents, two_ucx = (
+        InTwoThreads(functools.partial(bare, hello, target), target.shape.num_blocks) for bare in (BareAgent, BareUcx)
+    )
+    return [
+        Way(name="bare ucx", move=BareUcx(hello, target).move),
+        Way(name="bare ucx, one range", move=BareUcx(hello, target, in_one_range=True).move),
+        Way(name="two bare ucx", move=two_ucx.move),
+        Way(name="bare nixl", move=agent.move),
+        Way(name="two bare nixl", move=two_agents.move),
+    ]
 
 
 def _measure(ways: list[Way], source: KVPool, target: KVPool, rounds: int) -> dict[str, list[float]]:
@@ -226,7 +263,9 @@ def _measure(ways: list[Way], source: KVPool, target: KVPool, rounds: int) -> di
     return times
 
 
-def _report(times: dict[str, list[float]], shape: PoolShape, arguments: argparse.Namespace) -> dict[str, Any]:
+def _report(
+    times: dict[str, list[float]], shape: PoolShape, hello: dict[str, Any], arguments: argparse.Namespace
+) -> dict[str, Any]:
     num_bytes = shape.num_blocks * shape.block_bytes
     rows: dict[str, dict[str, Any]] = {
         name: {
@@ -238,7 +277,9 @@ def _report(times: dict[str, list[float]], shape: PoolShape, arguments: argparse
         for name, each in times.items()
     }
     goals = []
-    for name, beside, least in (("shm", "memcpy", SHM_GOAL), ("nixl", "bare nixl", NIXL_GOAL)):
+    bare = [name for name in ("bare ucx", "bare ucx, one range") if name in rows]
+    fastest = min(bare, key=lambda name: rows[name]["median_ms"], default="")
+    for name, beside, least in (("shm", "memcpy", SHM_GOAL), ("nixl", fastest, NIXL_GOAL)):
         if name in rows:
             ratio = rows[beside]["median_ms"] / rows[name]["median_ms"]
             best = rows[beside]["min_ms"] / rows[name]["min_ms"]
@@ -257,6 +298,7 @@ def _report(times: dict[str, list[float]], shape: PoolShape, arguments: argparse
         "blocks": shape.num_blocks,
         "rounds": arguments.rounds,
         "connector_options": arguments.connector_options,
+        "ucx": hello["ucx_version"],
         "ways": rows,
         "goals": goals,
     }

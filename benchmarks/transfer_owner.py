@@ -1,4 +1,4 @@
-"""The owner of `transfer.py`: a process with a pool of filled blocks, lent out over every connector and by a bare NIXL agent.
+"""The owner of `transfer.py`: a process with a pool of filled blocks, lent out over every connector, by bare NIXL and bare UCX.
 
 Started by it with the connectors' names, the pool's shape and the mesh secret; says what consumers need as one line of JSON and
 serves until its standard input closes.
@@ -62,13 +62,16 @@ async def serve(names: list[str], shape: PoolShape, secret: MeshSecret) -> None:
         layout_fingerprints=["layout"],
         on_ended=lambda ended: None,
     )
-    agent = b""
+    agent, ucx_address, ucx_key, ucx_version = b"", b"", b"", ""
     if "nixl" in names:
         from pdmesh.connector.nixl_agent import NixlAgent
+        from transfer_ucx import UcxOwner
 
         bare = NixlAgent(AgentSettings(name=f"bare-{secrets.token_hex(4)}", on_loopback=True))
         bare.register(address_of(pool), shape.total_bytes)
         agent = bare.metadata()
+        ucx = UcxOwner(address_of(pool), shape.total_bytes)
+        ucx_address, ucx_key, ucx_version = ucx.worker_address(), ucx.memory_key(), ucx.version
     async with grpc_server("127.0.0.1", 0, secret, lambda server: [owner.add_to(server)]) as port:
         hello = {
             "address": f"127.0.0.1:{port}",
@@ -76,6 +79,9 @@ async def serve(names: list[str], shape: PoolShape, secret: MeshSecret) -> None:
             "generations": blocks.generations,
             "checksums": blocks.checksums,
             "agent": agent.hex(),
+            "ucx_address": ucx_address.hex(),
+            "ucx_key": ucx_key.hex(),
+            "ucx_version": ucx_version,
             "base": address_of(pool),
         }
         print(json.dumps(hello), flush=True)
