@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from pdmesh.connector import native_jobs, native_push_job, native_sums
-from pdmesh.connector.native_agent import CopyState, NothingPosted, WritingAgent
+from pdmesh.connector.native_agent import Arrived, CopyState, NothingPosted, SteppingAgent, WritingAgent
 from pdmesh.connector.native_jobs import Memory
 from pdmesh.connector.native_messages import (
     AgentConnected,
@@ -102,13 +103,35 @@ def pull(transfer_id: str, target: int = 0, peer_id: str = "owner@1") -> StartPu
     )
 
 
+class AgentInSteps(Agent, SteppingAgent):
+    """One whose reads may be there, in parts or whole, before the call returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[int, int]] = []
+        """Which ranges of each read are there then."""
+        self.let_arrive: Callable[[Any], None] = lambda local: None
+
+    def takes_steps(self, peer: str) -> bool:
+        return True
+
+    def read_in_steps(self, local: Any, remote: Any, peer: str, arrived: Arrived) -> int:
+        handle = self.read(local, remote, peer)
+        for begin, end in self.told:
+            self.let_arrive(local[begin:end])
+            arrived(begin, end)
+        return handle
+
+
 class Scene:
+    make_agent: Callable[[], Agent] = Agent
+
     def __init__(self, shape: PoolShape = SHAPE) -> None:
         fd = create_pool_file("test")
         size_pool_file(fd, shape)
         self.memory = Memory(fd, shape)
         os.close(fd)
-        self.agent = Agent()
+        self.agent = self.make_agent()
         self.helper = Helper(self.agent, self.memory, Throttle(0))
 
     def connect(self, peer_id: str = "owner@1", agent: bytes = b"agent-1") -> None:
@@ -309,10 +332,20 @@ class CheckedPull:
     TARGETS = (*range(10, 30), 5, 6, 31, 33)
     SOURCES = (*range(100, 120), 7, 8, 40, 41)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, beside: CheckedPull | None = None) -> None:
-        """`beside`: whose thread sums this one's blocks too, as all pulls of a helper share one."""
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        beside: CheckedPull | None = None,
+        damaged: int | None = None,
+        told: list[tuple[int, int]] | None = None,
+    ) -> None:
+        """`beside`: whose thread sums this one's blocks too, as all pulls of a helper share one. `damaged`: place of a block that
+        arrives otherwise. `told`: which ranges of each read are there before it returns, where the agent reads in steps."""
         monkeypatch.setattr(native_jobs, "PIECE_BYTES", 8 * LARGE.block_bytes)
         monkeypatch.setattr(native_jobs, "LEAST_PIECE_BYTES", 2 * LARGE.block_bytes)
+        monkeypatch.setattr(native_jobs, "LARGE_PIECE_BYTES", 12 * LARGE.block_bytes)
+        if told is not None:
+            monkeypatch.setattr(Scene, "make_agent", AgentInSteps)
         self.scene = Scene(LARGE)
         if beside is not None:
             self.scene.memory.sums_thread = beside.scene.memory.sums_thread
@@ -322,6 +355,10 @@ class CheckedPull:
         self.content = blocks[list(self.TARGETS)].copy()
         self.sums = sum_blocks(blocks, self.TARGETS).tolist()
         blocks[:] = 0
+        if damaged is not None:
+            self.content[damaged, 77] ^= 1
+        if isinstance(self.scene.agent, AgentInSteps):
+            self.scene.agent.told, self.scene.agent.let_arrive = told or [], self._fill
         self.first_read = len(self.scene.agent.reads)
         self.scene.helper.handle(
             StartPull(
@@ -337,16 +374,21 @@ class CheckedPull:
 
     def arrive(self) -> list[FromHelper]:
         """Let arrive what is being read."""
-        memory, local = self.scene.memory, self.scene.agent.reads[-1]
-        base = memory.pool.blocks.ctypes.data
-        for address in local[:, 0].tolist():
-            block = (address - base) // LARGE.block_bytes
-            if block in self.TARGETS and 0 <= address - base < memory.pool.blocks.nbytes:
-                memory.pool.blocks[block] = self.content[self.TARGETS.index(block)]
+        memory = self.scene.memory
+        self._fill(self.scene.agent.reads[-1])
         for block in self.TARGETS:
             memory.words[block] = 1000 + block
         self.scene.agent.states[-1] = CopyState.DONE
         return self.scene.helper.poll()
+
+    def _fill(self, local: Any) -> None:
+        """Bring the blocks of these ranges."""
+        blocks = self.scene.memory.pool.blocks
+        base = blocks.ctypes.data
+        for address in local[:, 0].tolist():
+            block = (address - base) // LARGE.block_bytes
+            if block in self.TARGETS and 0 <= address - base < blocks.nbytes:
+                blocks[block] = self.content[self.TARGETS.index(block)]
 
     def judged(self) -> list[FromHelper]:
         """What becomes of it when no read is under way: it waits for its sums then."""
@@ -405,6 +447,42 @@ def test_a_pull_that_fails_is_not_summed_further(monkeypatch: pytest.MonkeyPatch
     assert pull.scene.helper.poll() == [ended("t")]
     again = CheckedPull(monkeypatch, pull)
     assert again.arrive_whole() == ""
+
+
+IN_STEPS = [[], [(0, 12)], [(4, 12), (0, 4)], [(0, 5)], [(3, 12)]]
+"""What of each read of twelve blocks is there, and summed by who copied it, before the read returns."""
+
+
+@pytest.mark.parametrize("told", IN_STEPS)
+@pytest.mark.parametrize("damaged", [None, 0, 4, 11, 12, 23])
+def test_blocks_are_judged_by_sums_whoever_made_them(
+    monkeypatch: pytest.MonkeyPatch, told: list[tuple[int, int]], damaged: int | None
+) -> None:
+    pull = CheckedPull(monkeypatch, damaged=damaged, told=told)
+    assert pull.arrive_whole() == ("" if damaged is None else "corrupt")
+    *pieces, _words = pull.scene.agent.reads[pull.first_read :]
+    assert [len(each) for each in pieces] == [12, 12]
+
+
+@pytest.mark.parametrize("damaged", [None, 0, 23])
+def test_a_pull_that_is_read_in_steps_from_its_middle_on_is_judged_whole(
+    monkeypatch: pytest.MonkeyPatch, damaged: int | None
+) -> None:
+    pull = CheckedPull(monkeypatch, damaged=damaged, told=[])
+    agent = pull.scene.agent
+    assert isinstance(agent, AgentInSteps)
+    agent.told = [(0, 12)]
+    assert pull.arrive_whole() == ("" if damaged is None else "corrupt")
+
+
+def test_what_was_summed_on_the_way_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third thread beside the two that copy took 5 ms of 16 from them."""
+
+    def refuse(thread: native_sums.SumsThread, arriving: native_sums.ArrivingBlocks) -> None:
+        raise AssertionError("the thread is given something to sum")
+
+    monkeypatch.setattr(native_sums.SumsThread, "add", refuse)
+    assert CheckedPull(monkeypatch, told=[(0, 12)]).arrive_whole() == ""
 
 
 def held_verdict(monkeypatch: pytest.MonkeyPatch) -> tuple[CheckedPull, threading.Event]:

@@ -18,6 +18,10 @@ Ranges = NDArray[np.uint64]
 """Pieces of memory as [n, 3] of (address, bytes, device); device is 0, the host, everywhere."""
 
 
+Arrived = Callable[[int, int], None]
+"""Told of ranges that are there, by the places of the first and of the one behind the last in their list."""
+
+
 Piece = tuple[int, int, int]
 """Local address, remote address, bytes."""
 
@@ -82,6 +86,19 @@ class WritingAgent(NativeAgent):
     def write(self, local: Ranges, remote: Ranges, peer: str) -> int:
         """Begin to copy local ranges into remote ones, as `read` does the other way. DONE means that all bytes are in
         the peer's memory, FAILED only that this side reads no more of them: some may be on their way."""
+
+
+class SteppingAgent(WritingAgent):
+    """An agent that copies in the calls themselves, where it can, and has several threads for that."""
+
+    @abstractmethod
+    def takes_steps(self, peer: str) -> bool:
+        """Whether reads of a peer are expected to be done so."""
+
+    @abstractmethod
+    def read_in_steps(self, local: Ranges, remote: Ranges, peer: str, arrived: Arrived) -> int:
+        """As `read`; before it returns `arrived` may be called, in several threads at once, with ranges that are there. Not with
+        all of them: what it is not told of is there when the read is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmesh.connector.active import PullEnd
-from pdmesh.connector.native_agent import Ranges
+from pdmesh.connector.native_agent import Arrived, Ranges
 from pdmesh.connector.native_messages import AgentConnected, ConnectAgent, FromHelper, PullEnded, StartPull
 from pdmesh.connector.native_sums import ArrivingBlocks, SumsThread
 from pdmesh.connector.pool import KVPool, PoolShape, PullTarget
@@ -33,8 +33,8 @@ CONNECT_TIMEOUT_S = 3.0
 WORD_BYTES = 8
 # Moved at once where blocks are summed as they arrive: of half as much, what is done between two reads would be seen.
 PIECE_BYTES = 16 << 20
-# Read at once where nothing is done between: what is cancelled has a second to end in, or costs all others their helper.
-UNCHECKED_PIECE_BYTES = 64 << 20
+# Read at once where nothing is done behind it: what is cancelled has a second to end in, or costs all others their helper.
+LARGE_PIECE_BYTES = 64 << 20
 # A piece that takes about as long as what has to be done for one more: half a millisecond.
 LEAST_PIECE_BYTES = 2 << 20
 
@@ -110,6 +110,8 @@ class _Stage(Enum):
 
 Copy = Callable[[Ranges, Ranges, Peer], int]
 """Begins a read of remote ranges (the second) into local ones, or a write the other way, and returns its handle."""
+ReadInSteps = Callable[[Ranges, Ranges, Peer, Arrived], int]
+"""A read that tells of what is there before it returns (`SteppingAgent`)."""
 
 
 class Job(Protocol):
@@ -160,14 +162,24 @@ class ProofJob:
 
 
 class PullJob:
-    """One pull: blocks, then words, then the comparison. The blocks that have arrived are summed while the next are read."""
+    """One pull: blocks, then words, then the comparison. Blocks are summed by who copies them where the transport reads in
+    steps, else while the next are read."""
 
-    def __init__(self, read: Copy, memory: Memory, peer: Peer, message: StartPull, throttle: Throttle) -> None:
+    def __init__(
+        self,
+        read: Copy,
+        memory: Memory,
+        peer: Peer,
+        message: StartPull,
+        throttle: Throttle,
+        in_steps: ReadInSteps | None = None,
+    ) -> None:
         self.peer = peer
         self.message = message
         self.reason = ""
         """Why it will end without success, when that is decided before its read has ended."""
         self._read = read
+        self._in_steps = in_steps
         self._memory = memory
         self._deadline_s = time.monotonic() + message.deadline_s
         self._stage = _Stage.DATA
@@ -208,10 +220,12 @@ class PullJob:
             return self._ended(self.reason)
         if self._stage is _Stage.DATA:
             # Beside the next read: a transport may copy in the very thread that asks for it, as UCX does within a host.
-            self._arriving.note(self._piece.stop)
+            if not self._arriving.is_summed_here(self._piece):
+                self._arriving.note(self._piece.stop)
             if self._pieces:
                 self._next_piece()
             else:
+                self._arriving.finish()
                 self._stage = _Stage.WORDS
                 self._read_words()
             return None
@@ -234,16 +248,16 @@ class PullJob:
     def _split(self) -> deque[slice]:
         """Places in the block lists that are read at once.
 
-        Where they are summed, at most three quarters of what is left, as summing is some four times as fast as reading: so
-        hardly anything is left to sum when the last has come.
+        Where they are summed behind the reads, at most three quarters of what is left, as summing is some four times as fast as
+        reading: so hardly anything is left to sum when the last has come.
         """
-        num, is_checked = len(self._local), self._arriving.is_checked
-        most = self._throttle.piece_blocks(self._block_bytes, PIECE_BYTES if is_checked else UNCHECKED_PIECE_BYTES)
+        num, is_summed_behind = len(self._local), self._arriving.is_checked and self._in_steps is None
+        most = self._throttle.piece_blocks(self._block_bytes, PIECE_BYTES if is_summed_behind else LARGE_PIECE_BYTES)
         least = max(1, LEAST_PIECE_BYTES // self._block_bytes)
         pieces: deque[slice] = deque()
         begin = 0
         while begin < num:
-            end = min(num, begin + (min(most, max(least, (num - begin) * 3 // 4)) if is_checked else most))
+            end = min(num, begin + (min(most, max(least, (num - begin) * 3 // 4)) if is_summed_behind else most))
             pieces.append(slice(begin, end))
             begin = end
         return pieces
@@ -258,7 +272,13 @@ class PullJob:
 
     def _read_piece(self) -> None:
         self._piece = self._pieces.popleft()
-        self.handle = self._read(self._local[self._piece], self._remote[self._piece], self.peer)
+        local, remote, first = self._local[self._piece], self._remote[self._piece], self._piece.start
+        if self._in_steps is None:
+            self.handle = self._read(local, remote, self.peer)
+        else:
+            self.handle = self._in_steps(
+                local, remote, self.peer, lambda begin, end: self._arriving.sum_here(first + begin, first + end)
+            )
 
     def _read_words(self) -> None:
         """Neighbours in one range: each range of 8 bytes takes 2 µs."""

@@ -6,6 +6,7 @@ copy that was posted cannot be taken back: a cancelled pull ends when the agent 
 this process when that takes too long.
 """
 
+import functools
 import mmap
 import os
 import select
@@ -21,10 +22,12 @@ import msgspec
 from pdmesh.connector.active import PullEnd, error_reason
 from pdmesh.connector.native_agent import (
     AgentSettings,
+    Arrived,
     CopyState,
     NativeAgent,
     NothingPosted,
     Ranges,
+    SteppingAgent,
     WritingAgent,
     make_agent,
 )
@@ -120,6 +123,10 @@ class Helper:
     def _read(self, local: Ranges, remote: Ranges, peer: Peer) -> int:
         return _begun(self._agent.read, local, remote, peer)
 
+    def _read_in_steps(self, local: Ranges, remote: Ranges, peer: Peer, arrived: Arrived) -> int:
+        assert isinstance(self._agent, SteppingAgent)
+        return _begun(functools.partial(self._agent.read_in_steps, arrived=arrived), local, remote, peer)
+
     def _write(self, local: Ranges, remote: Ranges, peer: Peer) -> int:
         if not isinstance(self._agent, WritingAgent):
             raise TypeError("this transport does not write")
@@ -157,7 +164,9 @@ class Helper:
     def _job(self, peer: Peer, message: StartPull | StartPush) -> Job:
         if isinstance(message, StartPush):
             return PushJob(self._write, self._memory, peer, message, self._throttle)
-        return PullJob(self._read, self._memory, peer, message, self._throttle)
+        takes_steps = isinstance(self._agent, SteppingAgent) and self._agent.takes_steps(peer.name)
+        in_steps = self._read_in_steps if takes_steps else None
+        return PullJob(self._read, self._memory, peer, message, self._throttle, in_steps)
 
     def _advance(self, job: Job) -> list[FromHelper]:
         if job.handle is None:

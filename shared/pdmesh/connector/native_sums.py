@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmesh.connector.active import are_as_told
-from pdmesh_kernels.block_sum import Arrivals
+from pdmesh_kernels.block_sum import Arrivals, sum_blocks
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +91,34 @@ class ArrivingBlocks:
         self.verdict: bool | None = None if self.is_checked else True
         """Whether they are right; None until all are summed. The thread's `fileno` tells when it is known."""
         self._thread = thread
+        self._blocks, self._ids = blocks, ids
         self._arrivals = Arrivals(blocks, ids)
+        self._is_summed_here = np.zeros(len(ids), dtype=bool)
         self._wanted = np.asarray(wanted, dtype=np.uint64)
         self._lock = threading.Lock()
         self._is_followed = False
         self._is_abandoned = False
         if self.is_checked:
             thread.expect(self)
+
+    def sum_here(self, begin: int, end: int) -> None:
+        """Sum what has just arrived in the thread that calls; several may, each other blocks."""
+        if self.is_checked:
+            self._arrivals.sums[begin:end] = sum_blocks(self._blocks, self._ids[begin:end])
+            self._is_summed_here[begin:end] = True
+
+    def finish(self) -> None:
+        """All have arrived; returns at once where all were summed on the way."""
+        if not self.is_checked:
+            return
+        if self._is_summed_here.all():
+            self.verdict = are_as_told(self._arrivals.sums, self._wanted)
+        else:
+            self.note(len(self._ids))
+
+    def is_summed_here(self, piece: slice) -> bool:
+        """Whether blocks were all summed by `sum_here`."""
+        return bool(self._is_summed_here[piece].all())
 
     def note(self, num_arrived: int) -> None:
         """Say how many have arrived; returns at once."""

@@ -9,10 +9,18 @@ import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from threading import Lock
 
-from pdmesh.connector.native_agent import CopyState, NativeAgent, NothingPosted, Ranges, WritingAgent
+from pdmesh.connector.native_agent import (
+    Arrived,
+    CopyState,
+    NativeAgent,
+    NothingPosted,
+    Ranges,
+    SteppingAgent,
+    WritingAgent,
+)
+from pdmesh.connector.shared_read import Part, SharedRead
 
 log = logging.getLogger(__name__)
 
@@ -23,23 +31,7 @@ LEAST_SHARED_BYTES = 4 << 20
 _ENDED = (CopyState.DONE, CopyState.FAILED)
 
 
-@dataclass(slots=True)
-class _Part:
-    """What one of the two agents does of a copy."""
-
-    agent: NativeAgent
-    handle: int
-    state: CopyState = CopyState.RUNNING
-    """As last seen. An agent is not asked again about what has ended."""
-
-    def seen(self) -> CopyState:
-        """Ask how it is doing."""
-        if self.state is CopyState.RUNNING:
-            self.state = self.agent.state(self.handle)
-        return self.state
-
-
-class PairedAgent(WritingAgent):
+class PairedAgent(SteppingAgent):
     """The first agent is the one that others know. The second only reads, of peers of whom a read was done as soon as it was
     begun, and so by the thread that began it; it is made for the first of them."""
 
@@ -58,7 +50,7 @@ class PairedAgent(WritingAgent):
         # Now, so that no read finds later that there can be no thread.
         self._begun: Future[str] | Future[None] = self._thread.submit(_nothing)
         """The last that the thread was given to do besides reads."""
-        self._copies: dict[int, list[_Part]] = {}
+        self._copies: dict[int, list[Part]] = {}
         self._handles = itertools.count(1)
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -83,26 +75,32 @@ class PairedAgent(WritingAgent):
         self._first.remove_peer(name)
 
     def read(self, local: Ranges, remote: Ranges, peer: str) -> int:
-        if len(local) < 2 or peer not in self._metadata or int(local[:, 1].sum()) < LEAST_SHARED_BYTES:
-            return self._noted(_Part(self._first, self._first.read(local, remote, peer)))
+        return self.read_in_steps(local, remote, peer, lambda begin, end: None)
+
+    def takes_steps(self, peer: str) -> bool:
         joined = self._joined.get(peer)
         # Nor is it waited for what the thread does for another peer.
-        if joined is not None and self._begun.done() and self._has_joined(peer, joined):
-            return self._read_shared(local, remote, peer, joined.result())
-        part = _Part(self._first, self._first.read(local, remote, peer))
-        if joined is None and part.seen() is CopyState.DONE:
+        return joined is not None and self._begun.done() and self._has_joined(peer, joined)
+
+    def read_in_steps(self, local: Ranges, remote: Ranges, peer: str, arrived: Arrived) -> int:
+        if len(local) < 2 or peer not in self._metadata or int(local[:, 1].sum()) < LEAST_SHARED_BYTES:
+            return self._noted(Part(self._first, self._first.read(local, remote, peer)))
+        if self.takes_steps(peer):
+            return self._read_shared(SharedRead(local, remote, arrived), peer, self._joined[peer].result())
+        part = Part(self._first, self._first.read(local, remote, peer))
+        if peer not in self._joined and peer in self._metadata and part.seen() is CopyState.DONE:
             self._begun = self._joined[peer] = self._thread.submit(self._join, self._metadata[peer])
         return self._noted(part)
 
     def write(self, local: Ranges, remote: Ranges, peer: str) -> int:
-        return self._noted(_Part(self._first, self._first.write(local, remote, peer)))
+        return self._noted(Part(self._first, self._first.write(local, remote, peer)))
 
     def state(self, handle: int) -> CopyState:
         with self._lock:
             states = {part.seen() for part in self._copies[handle]}
-        # What nobody can say must be known at once; how the rest ends does not help.
-        worst = (CopyState.UNSETTLED, CopyState.RUNNING, CopyState.FAILED, CopyState.DONE)
-        return next(state for state in worst if state in states)
+        # What nobody can say must be known at once; how the rest ends does not help. Nothing is left where all steps were done.
+        worst = (CopyState.UNSETTLED, CopyState.RUNNING, CopyState.FAILED)
+        return next((state for state in worst if state in states), CopyState.DONE)
 
     def release(self, handle: int) -> None:
         if self.state(handle) is CopyState.RUNNING:
@@ -111,7 +109,7 @@ class PairedAgent(WritingAgent):
         with self._lock:
             _release(parts)
 
-    def _noted(self, *parts: _Part) -> int:
+    def _noted(self, *parts: Part) -> int:
         handle = next(self._handles)
         self._copies[handle] = list(parts)
         return handle
@@ -124,31 +122,25 @@ class PairedAgent(WritingAgent):
             del self._metadata[peer], self._joined[peer]
         return failure is None
 
-    def _read_shared(self, local: Ranges, remote: Ranges, peer: str, name: str) -> int:
-        """Begin a read by both. Each may do its copy now, and nothing else would be done here meanwhile."""
+    def _read_shared(self, read: SharedRead, peer: str, name: str) -> int:
+        """Read by both. Each may do its copies now, and nothing else would be done here meanwhile."""
         assert self._second is not None
-        middle = len(local) // 2
-        begun = self._thread.submit(self._second.read, local[middle:], remote[middle:], name)
-        parts: list[_Part] = []
-        failures: list[Exception] = []
-        try:
-            parts.append(_Part(self._first, self._first.read(local[:middle], remote[:middle], peer)))
-        except Exception as exc:  # any of the library's classes
-            failures.append(exc)
-        try:
-            # As long as its copy takes, like this thread's own; the engine kills a process of which a read does not end.
-            parts.append(_Part(self._second, begun.result()))
-        except Exception as exc:  # any of the library's classes
-            failures.append(exc)
-        if not failures:
-            return self._noted(*parts)
-        unsettled = [failure for failure in failures if not isinstance(failure, NothingPosted)]
+        begun = self._thread.submit(read.run, self._second, name)
+        read.run(self._first, peer)
+        # Where the thread got no CPU, nothing is left for it. Else as long as its last step takes, like those of this thread; the
+        # engine kills a process of which a read does not end.
+        if not begun.cancel():
+            begun.result()
+        if not read.failures:
+            return self._noted(*read.parts)
+        unsettled = [failure for failure in read.failures if not isinstance(failure, NothingPosted)]
         if unsettled:
             raise unsettled[0]
-        if any(part.seen() not in _ENDED for part in parts):
-            raise RuntimeError(f"one half of a read runs, the other does not: {failures[0]}") from failures[0]
-        _release(parts)
-        raise failures[0]
+        [failure, *_] = read.failures
+        if any(part.seen() not in _ENDED for part in read.parts):
+            raise RuntimeError(f"a part of a read runs, another does not: {failure}") from failure
+        _release(read.parts)
+        raise failure
 
     def _join(self, metadata: bytes) -> str:
         """Tell the second agent of a peer, and make it before if there is none; in the thread."""
@@ -171,7 +163,7 @@ def _nothing() -> None:
     pass
 
 
-def _release(parts: list[_Part]) -> None:
+def _release(parts: list[Part]) -> None:
     """Free all of them, also where one cannot be freed. Raises what the last of those did."""
     failure: Exception | None = None
     for part in parts:
