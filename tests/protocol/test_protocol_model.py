@@ -3,7 +3,8 @@ that they rest on, broken, is noticed.
 
 The promises, in `support.handoff_world`: what is committed is the content that was promised; a block is kept while a reader is
 within its lease, or while the owner writes out of it; nothing is written into a block that has been given to somebody else;
-nothing ends twice; left alone for a lease the owner holds nothing; and from wherever faults have led, everything still ends.
+nothing is let out on the word of the owner's core before the owner has agreed; nothing ends twice; left alone for a lease the
+owner holds nothing; and from wherever faults have led, everything still ends.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from support.search import STUCK, Search, search
 
 OTHERS_CONTENT = "committed content of somebody else"
 LATE_WRITE = "a late write"
+TOO_EARLY = "before the owner had agreed"
 LEFT_BEHIND = "left alone for a lease"
 UNDER_A_READER = "under a reader"
 TWICE = "twice"
@@ -48,6 +50,19 @@ def searched(**rules: Any) -> Search:
         pytest.param({"stock": True, "faults": 1}, 20_000, id="stock router, a fault"),
         pytest.param({"pushes": True, "faults": 1, "legs": 1}, 30_000, id="push, a fault, one leg"),
         pytest.param({"pushes": True, "early": True, "faults": 0, "legs": 1}, 5_000, id="early push"),
+        pytest.param({"told_ahead": True, "faults": 0, "legs": 1}, 4_000, id="told ahead, one leg"),
+        pytest.param(
+            {"told_ahead": True, "other_prompt": True, "faults": 1, "legs": 1},
+            4_000,
+            id="told ahead of another prompt, a fault, one leg",
+        ),
+        pytest.param({"told_ahead": True, "faults": 1}, 300_000, id="told ahead, a fault", marks=pytest.mark.full),
+        pytest.param(
+            {"told_ahead": True, "faults": 2, "legs": 1},
+            80_000,
+            id="told ahead, two faults, one leg",
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             {"pushes": True, "early": True, "faults": 1, "legs": 1},
             50_000,
@@ -136,6 +151,7 @@ FREED_AT_ONCE = {**LANDING_TABLE, (LandingState.EXPECTED, LandingEvent.UNWANTED)
 ONE_FAULT = {"faults": 1, "legs": 1}
 PUSH = {"pushes": True, "faults": 1, "legs": 1}
 EARLY = {"pushes": True, "early": True, "faults": 0, "legs": 1}
+AHEAD = {"told_ahead": True, "faults": 0, "legs": 1}
 
 
 @pytest.mark.parametrize(
@@ -167,6 +183,13 @@ EARLY = {"pushes": True, "early": True, "faults": 0, "legs": 1}
         pytest.param({**EARLY, "writes_early": True}, OTHERS_CONTENT, id="blocks are written before they are computed"),
         pytest.param({**EARLY, "landing": FREED_AT_ONCE}, LATE_WRITE, id="an expectation's blocks are free at once"),
         pytest.param({**EARLY, "table": ForgetsWriters}, LATE_WRITE, id="the owner forgets what it began early"),
+        pytest.param({**AHEAD, "lets_out_early": True}, TOO_EARLY, id="the owner's answer is not waited for"),
+        pytest.param({**AHEAD, "compares": False}, OTHERS_CONTENT, id="words are not compared ahead of the answer"),
+        pytest.param(
+            {**AHEAD, "other_prompt": True, "compares_prompts": False},
+            OTHERS_CONTENT,
+            id="what is told of another prompt is read",
+        ),
         pytest.param({**PUSH, "time_fences": True}, LATE_WRITE, id="quarantine ends by itself"),
         pytest.param({**PUSH, "refusal_fences": True}, LATE_WRITE, id="a refused begin ends quarantine"),
         pytest.param({**PUSH, "any_answer_fences": True}, LATE_WRITE, id="another start of the owner ends quarantine"),

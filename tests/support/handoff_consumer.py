@@ -40,7 +40,7 @@ class ConsumerSide:
             yield Step(f"{name} waits no longer", self._drop(node, name, reason="timeout"))
         if self.rules.pushes:
             yield from self._of_target(node, name)
-        elif consumer.state is TransferState.READING:
+        elif consumer.pulls:
             yield from self._of_pull(node, name)
 
     def deliver(self, node: Node, message: tuple[Any, ...]) -> Node | None:
@@ -70,6 +70,15 @@ class ConsumerSide:
             return node
         is_open = consumer.state is TransferState.OPEN
         match message:
+            case ("Notice", _, word) if is_open and consumer.landing is None:
+                if self.rules.other_prompt and self.rules.compares_prompts:
+                    return node
+                return node.with_consumer(name, consumer._replace(word=word, landing=LandingState.EXPECTED))
+            case ("Begun", _, _) if is_open and consumer.landing is not None and not self.rules.pushes:
+                agreed = consumer._replace(state=TRANSFER_TABLE[consumer.state, TransferEvent.BEGIN])
+                if consumer.pulled is None:
+                    return node.with_consumer(name, agreed)
+                return self._end(node, name, agreed, committed=not consumer.pulled, reason=consumer.pulled)
             case ("Begun", _, word) if is_open:
                 state = TRANSFER_TABLE[consumer.state, TransferEvent.BEGIN]
                 reading = consumer._replace(state=state, word=word, landing=LandingState.EXPECTED)
@@ -138,10 +147,16 @@ class ConsumerSide:
         consumer = node.consumer(name)
         is_wanted = consumer.landing is LandingState.EXPECTED
         landed = self._land(consumer, LandingEvent.STOPPED if reason else LandingEvent.ARRIVED)
+        if not is_wanted and consumer.state not in (TransferState.OPEN, TransferState.READING):
+            # It was over when the owner refused it, or nobody wanted its answer any more.
+            return node.with_consumer(name, Consumer(life=consumer.life))
         if not is_wanted:
             reason = "aborted"
-        if not reason and consumer.data != MINE:
+        if not reason and (consumer.data != MINE or self.rules.other_prompt):
+            # Whether it lets anything out or not: from here on others find it.
             return node._replace(bad=f"{name} committed content of somebody else")
+        if consumer.state is TransferState.OPEN and not self.rules.lets_out_early:
+            return node.with_consumer(name, landed._replace(pulled=reason))
         return self._end(node, name, landed, committed=not reason, reason=reason, tells=is_wanted)
 
     def _target_ended(self, node: Node, name: str, *, arrived: bool) -> Node:
@@ -160,10 +175,10 @@ class ConsumerSide:
     def _drop(self, node: Node, name: str, *, reason: str, tells: bool = True) -> Node:
         """Nobody waits for a transfer any more."""
         consumer = node.consumer(name)
-        if consumer.landing is None:
+        if consumer.landing is None or consumer.pulled is not None:
             return self._end(node, name, consumer, committed=False, reason=reason, tells=tells)
         dropped = self._land(consumer, LandingEvent.UNWANTED)
-        if not self.rules.pushes:
+        if not self.rules.pushes and consumer.state is not TransferState.OPEN:
             # The consumer's own transport writes: the transfer ends when that has stopped.
             return node.with_consumer(name, dropped)
         return self._end(node, name, dropped, committed=False, reason=reason, tells=tells)
@@ -172,6 +187,8 @@ class ConsumerSide:
         self, node: Node, name: str, consumer: Consumer, *, committed: bool, reason: str, tells: bool = True
     ) -> Node:
         """End a transfer here, tell the owner, and the proxy unless it has said itself that it is over."""
+        if committed and consumer.state is TransferState.OPEN:
+            return node._replace(bad=f"{name} let something out before the owner had agreed")
         try:
             ended = consumer._replace(state=TRANSFER_TABLE[consumer.state, event_of_end(committed, reason)])
         except KeyError:

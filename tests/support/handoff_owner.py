@@ -25,7 +25,7 @@ from support.handoff_state import (
 )
 from support.search import Step
 
-DIGEST = b"d" * 32
+DIGEST, OTHER_DIGEST = b"d" * 32, b"o" * 32
 GROUPS = [GroupBlocks(group=0, block_ids=[4], generations=[1])]
 VIEW = OfferView(groups=GROUPS, num_tokens=20)
 assert OFFER_LEASE_S == TRANSFER_LEASE_S, "the clock moves by leases"
@@ -72,7 +72,7 @@ class OwnerSide:
             sealed, is_sealed = self.tell(node, ("seal",))
             if is_sealed:
                 computed = _written_now(sealed._replace(content=MINE))
-                yield Step("owner seals", computed.send(("Ticket", node.epoch)))
+                yield Step("owner seals", computed.send(("Ticket", node.epoch), *self._notices(node)))
         yield from self._lease(node)
         yield from self._reuse(node)
         for attempt in sorted(owner.writers):
@@ -91,9 +91,16 @@ class OwnerSide:
             crashed = node._replace(owner=None, bag=left, faults=node.faults - 1)
             yield Step("owner crashes", crashed, is_fault=True)
 
-    def deliver(self, node: Node, message: tuple[Any, ...]) -> Node:
-        """What a message does to a running owner."""
+    def _notices(self, node: Node) -> list[tuple[Any, ...]]:
+        """What the owner's core tells those who listen by now."""
+        listen = [each.attempt for each in (node.a, node.b) if each.attempt and each.epoch == node.epoch]
+        return [("Notice", attempt, self.word(node)) for attempt in listen if self.rules.told_ahead]
+
+    def deliver(self, node: Node, message: tuple[Any, ...]) -> Node | None:
+        """What a message does to a running owner; None while it has to wait."""
         match message:
+            case ("Begin", *_) if self.rules.told_ahead and self._is_computing(node):
+                return None
             case ("Begin", attempt, life):
                 begun, answer = self.tell(node, ("begin", attempt))
                 if answer in ("new", "again"):
@@ -113,15 +120,16 @@ class OwnerSide:
             case ("Release", epoch) if epoch == node.epoch:
                 return self.tell(node, ("release",))[0]
             case ("AbortPrefill", epoch) if epoch == node.epoch:
-                assert node.owner is not None
-                is_open = node.owner.offer is not None and node.owner.offer[0] is OfferState.OPEN
-                return self.tell(node, ("release",))[0] if is_open else node
+                return self.tell(node, ("release",))[0] if self._is_computing(node) else node
             case ("Written", attempt, epoch) if epoch == node.epoch:
                 return self.tell(node, ("stopped", attempt))[0].send(("Pushed", attempt))
             case ("WriteFailed", attempt, epoch) if epoch == node.epoch:
                 stopped, _ = self.tell(node, ("stopped", attempt))
                 return self.tell(stopped, ("end", attempt, False, "unreachable"))[0]
         return node
+
+    def _is_computing(self, node: Node) -> bool:
+        return node.owner is not None and node.owner.offer is not None and node.owner.offer[0] is OfferState.OPEN
 
     def word(self, node: Node) -> tuple[int, int]:
         """The block's generation word."""
@@ -163,8 +171,8 @@ class OwnerSide:
             yield Step("owner writes other content", node._replace(content=OTHER))
 
     def _is_read(self, node: Node) -> bool:
-        readers = any(each.attempt and each.state is TransferState.READING for each in (node.a, node.b))
-        return readers or any(message[0] in ("Begun", "Write") for message in node.bag)
+        readers = any(each.attempt and (each.state is TransferState.READING or each.pulls) for each in (node.a, node.b))
+        return readers or any(message[0] in ("Begun", "Notice", "Write") for message in node.bag)
 
     def _ask(self, owner: Owner, call: tuple[Any, ...]) -> tuple[Owner, Any, int]:
         known = self._known.get((owner, call))
@@ -192,7 +200,8 @@ class OwnerSide:
             case ("begin", attempt):
                 is_known = table.outcome_of(attempt) is TransferState.READING
                 try:
-                    table.begin(attempt, attempt[0], OFFER, DIGEST, remaining_s=FOREVER_S, written=self.rules.pushes)
+                    digest = OTHER_DIGEST if self.rules.other_prompt else DIGEST
+                    table.begin(attempt, attempt[0], OFFER, digest, remaining_s=FOREVER_S, written=self.rules.pushes)
                 except MeshError:
                     return "refused"
                 return "again" if is_known else "new"

@@ -21,7 +21,7 @@ class ProxySide:
         proxy = node.proxy
         if proxy.at in ENDS:
             return
-        if self.rules.early and proxy.at is At.PREFILL and not proxy.leg:
+        if (self.rules.early or self.rules.told_ahead) and proxy.at is At.PREFILL and not proxy.leg:
             expected = node._replace(proxy=proxy._replace(leg=1, on="A"))
             yield Step("proxy tells A what to expect", expected.send(("Leg", "A", 1, proxy.epoch)))
         if proxy.at is At.HOLDING and proxy.leg < self.rules.legs:

@@ -54,6 +54,10 @@ class Rules:
     """A decode is told to expect the push while prefill computes, and begins on the open offer."""
     writes_early: bool = False
     """The owner writes at the begin, whether the block is computed or not."""
+    told_ahead: bool = False
+    """A decode asks while prefill computes, and may pull on the word of the owner's core before the owner has answered."""
+    other_prompt: bool = False
+    """The decode leg is of another prompt than the offer: nothing of that is for it."""
     stock: bool = False
     """A stock router: it neither renews nor releases, and the first commit ends the offer."""
     faults: int = 1
@@ -61,6 +65,10 @@ class Rules:
     """Decode legs that the proxy tries at most."""
     table: type[OfferTable] = OfferTable
     landing: Mapping[tuple[LandingState, LandingEvent], LandingState] = field(default_factory=lambda: LANDING_TABLE)
+    compares_prompts: bool = True
+    """Who is told ahead looks whether its own prompt is meant."""
+    lets_out_early: bool = False
+    """It commits before the owner has answered."""
     compares: bool = True
     """The consumer compares generation words."""
     compares_after: bool = True
@@ -117,6 +125,13 @@ class Consumer(NamedTuple):
     data: str = NOTHING
     checked: bool = False
     """It has compared words before it reads data, as it should not."""
+    pulled: str | None = None
+    """How its pull has ended before the owner has answered: the reason, empty when well; None: it has not."""
+
+    @property
+    def pulls(self) -> bool:
+        """Whether its transport may read, and write here."""
+        return self.landing in (LandingState.EXPECTED, LandingState.QUARANTINED)
 
 
 class Node(NamedTuple):
@@ -171,6 +186,9 @@ def _is_heeded(node: Node, message: tuple[Any, ...]) -> bool:
             return (proxy.at is At.DECODE or is_expected) and proxy.leg == leg
         case ("Begun" | "Refused" | "Ended" | "Pushed" | "Stopped", attempt, *_):
             return node.consumer(attempt[0]).attempt == attempt
+        case ("Notice", attempt, _):
+            consumer = node.consumer(attempt[0])
+            return consumer.attempt == attempt and consumer.landing is None
         case ("Release" | "AbortPrefill", epoch):
             return node.owner is not None and node.epoch == epoch
         case ("Written" | "WriteFailed", *_):
