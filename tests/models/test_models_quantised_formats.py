@@ -19,7 +19,7 @@ from pdmesh.models.quantised_tensor import QuantisedKind, QuantisedTensor
 from pdmesh.models.registry import parse_model_config
 from pdmesh.models.safetensors_weights import SafetensorsWeights
 from pdmesh.models.source import read_config, resolve
-from pdmesh.models.weight_formats import FormatChoice, Quantization, choose_format, pack_projection
+from pdmesh.models.weight_formats import FormatChoice, Quantization, choose_format, pack_projection, why_expanded
 from pdmesh.models.weight_plan import Projection
 from pdmesh.models.weights import TensorRegion, WeightReader
 from pdmesh_kernels.cpu.abi import Format
@@ -136,6 +136,7 @@ def test_a_gguf_file_is_packed_as_it_is(library: Library, kind: GGMLType, tmp_pa
                 reader, projection, "bfloat16", Quantization.NONE, is_table=projection.name == "embedding"
             )
             assert choice == FormatChoice(wanted, 0 if wanted is Format.BF16 else 32)
+            assert why_expanded(reader, projection, choice) == ("type Q5_0" if wanted is Format.BF16 else "")
             np.testing.assert_array_equal(
                 rows_of(library, reader, projection, choice), plain_rows(reader, projection), err_msg=projection.name
             )
@@ -176,6 +177,8 @@ def test_a_fused_projection_loses_nothing(
     projection = Projection("fused", {"part0": sizes[0], "part1": sizes[1]}, 128)
     choice = choose_format(reader, projection, "bfloat16", Quantization.NONE, is_table=False)
     assert choice == wanted
+    is_expanded = wanted.format is Format.BF16 and any(kinds)
+    assert why_expanded(reader, projection, choice) == ("parts in different formats" if is_expanded else "")
     np.testing.assert_array_equal(rows_of(library, reader, projection, choice), plain_rows(reader, projection))
 
 
