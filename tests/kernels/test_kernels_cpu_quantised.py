@@ -126,7 +126,7 @@ def test_four_bits_times_rows_in_eight_are_their_integers_scaled(
     weight = pack_codes(library, format, codes, scales, offsets, group=group)
     wide = [torch.from_numpy(np.repeat(each, group, axis=1)[:, :num_inputs]).double() for each in (scales, offsets)]
     values = torch.from_numpy(codes).double() * wide[0] + wide[1]
-    for num_rows in (*NUM_ROWS, 2, 5):
+    for num_rows in (*NUM_ROWS, 2, 5, 6, 7):
         # Groups of a row that differ in size, one of them zero.
         input = (torch.randn(num_rows, num_inputs) * torch.logspace(-3, 3, num_inputs)).bfloat16()
         if num_inputs > 32:

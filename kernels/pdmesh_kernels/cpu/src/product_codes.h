@@ -38,23 +38,33 @@ inline F16 add_step(F16 sum, I16 products, F16 scales, F16 offsets, const GroupS
     return fma(offsets, splat(row.sum), fma(to_float(products), scales * splat(row.scale), sum));
 }
 
+inline void unpack_codes(const uint8_t *codes, uint8_t (*to)[8][64]) {
+    for (int part = 0; part < 4; part++) {
+        const I16 low = load_i32(codes + part * 128), high = load_i32(codes + part * 128 + 64);
+        const I16 even = even_lanes(low, high), odd = odd_lanes(low, high);
+        uint8_t(*const quads)[64] = to[part / 2] + part % 2 * 4;
+        store_i32(quads[0], low_nibbles(even));
+        store_i32(quads[1], low_nibbles(odd));
+        store_i32(quads[2], high_nibbles(even));
+        store_i32(quads[3], high_nibbles(odd));
+    }
+}
+
 template <int FORMAT>
 void unpack_steps(const uint8_t *panel, int group, int first, int count, CodeScratch &space) {
-    for (int step = 0; step < count; step++) {
-        const uint8_t *const header = panel + header_offset(FORMAT, group, first + step);
-        const uint8_t *const codes = panel + step_offset(FORMAT, group, first + step);
+    const int per_group = group / STEP_INPUTS;
+    const uint8_t *header = panel + header_offset(FORMAT, group, first), *codes = panel + step_offset(FORMAT, group, first);
+    for (int step = 0, end = per_group - first % per_group; step < count; end += per_group) {
+        F16 scales[2][2];
         for (int which = 0; which < 2; which++)
-            for (int half = 0; half < 2; half++)
-                store(space.scales[step][which] + half * HALF_PANEL, from_header<FORMAT>(header, which, half));
-        for (int part = 0; part < 4; part++) {
-            const I16 low = load_i32(codes + part * 128), high = load_i32(codes + part * 128 + 64);
-            const I16 even = even_lanes(low, high), odd = odd_lanes(low, high);
-            uint8_t(*const to)[64] = space.codes[step][part / 2] + part % 2 * 4;
-            store_i32(to[0], low_nibbles(even));
-            store_i32(to[1], low_nibbles(odd));
-            store_i32(to[2], high_nibbles(even));
-            store_i32(to[3], high_nibbles(odd));
+            for (int half = 0; half < 2; half++) scales[which][half] = from_header<FORMAT>(header, which, half);
+        for (; step < std::min(end, count); step++, codes += Q4_STEP_BYTES) {
+            for (int which = 0; which < 2; which++)
+                for (int half = 0; half < 2; half++) store(space.scales[step][which] + half * HALF_PANEL, scales[which][half]);
+            unpack_codes(codes, space.codes[step]);
         }
+        header = codes;
+        codes += group_header_bytes(FORMAT);
     }
 }
 
@@ -141,66 +151,73 @@ void linear_codes_blocks(const pdm_linear_args &args, int row_begin, int row_end
 
 #if defined(__AVX512VNNI__)
 
-constexpr int MOST_DIRECT_ROWS = 4;
+// Of one pass, and of both: the second one finds the panel in the first cache. Measured, 5 rows take a seventh less time so than
+// unpacked, 8 as much.
+constexpr int DIRECT_ROWS = 4, MOST_DIRECT_ROWS = 6;
 
-// At most R rows: codes go from the panel into the products, so that memory is read all the time.
+// At most R rows times a panel: codes go from it into the products, so that memory is read all the time.
 template <int FORMAT, int R>
-void linear_codes_direct(const pdm_linear_args &args, int row_begin, int num_rows, int panel_begin, int panel_end, CodeScratch &space) {
+void direct_panel(const pdm_linear_args &args, const GroupRows &rows, int row, int num_rows, int index, CodeScratch &space) {
     constexpr size_t HEADER_BYTES = group_header_bytes(FORMAT);
-    const GroupRows rows(args);
     const int per_group = args.weight->group / STEP_INPUTS;
     const int8_t *x[R];
     const GroupScale *row_scales[R];
     for (int r = 0; r < R; r++) {
         // Rows that there are not are the last one again.
-        x[r] = rows.codes(row_begin + std::min(r, num_rows - 1));
-        row_scales[r] = rows.scales(row_begin + std::min(r, num_rows - 1));
+        x[r] = rows.codes(row + std::min(r, num_rows - 1));
+        row_scales[r] = rows.scales(row + std::min(r, num_rows - 1));
     }
-    for (int index = panel_begin; index < panel_end; index++) {
-        const uint8_t *at = static_cast<const uint8_t *>(args.weight->panels) + size_t(index) * args.weight->panel_bytes;
-        F16 sum[R][2];
-        for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
-        for (int step = 0; step < rows.num_steps;) {
-            const uint8_t *const header = at;
-            for (size_t line = 0; line < HEADER_BYTES; line += 64) prefetch(header + line);
-            at += HEADER_BYTES;
-            for (const int end = std::min(step + per_group, rows.num_steps); step < end; step++, at += Q4_STEP_BYTES) {
-                for (size_t line = 0; line < Q4_STEP_BYTES; line += 64) prefetch(at + line);
+    const uint8_t *at = static_cast<const uint8_t *>(args.weight->panels) + size_t(index) * args.weight->panel_bytes;
+    F16 sum[R][2];
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
+    for (int step = 0; step < rows.num_steps;) {
+        const uint8_t *const header = at;
+        for (size_t line = 0; line < HEADER_BYTES; line += 64) prefetch(header + line);
+        at += HEADER_BYTES;
+        for (const int end = std::min(step + per_group, rows.num_steps); step < end; step++, at += Q4_STEP_BYTES) {
+            for (size_t line = 0; line < Q4_STEP_BYTES; line += 64) prefetch(at + line);
 #pragma GCC unroll 2
-                for (int half = 0; half < 2; half++) {
-                    I16 products[R][2] = {};
+            for (int half = 0; half < 2; half++) {
+                I16 products[R][2] = {};
 #pragma GCC unroll 4
-                    for (int place = 0; place < 4; place++) {
-                        const I16 codes = load_i32(at + half * 256 + place * 64), low = low_nibbles(codes), high = high_nibbles(codes);
-                        for (int r = 0; r < R; r++) {
-                            const int8_t *const numbers = x[r] + step * STEP_INPUTS + place / 2 * 16;
-                            I16 &product = products[r][place % 2];
-                            product = dot_codes(dot_codes(product, low, splat_octet(numbers)), high, splat_octet(numbers + 8));
-                        }
-                    }
-                    const F16 scale = from_header<FORMAT>(header, 0, half), offset = from_header<FORMAT>(header, 1, half);
+                for (int place = 0; place < 4; place++) {
+                    const I16 codes = load_i32(at + half * 256 + place * 64), low = low_nibbles(codes), high = high_nibbles(codes);
                     for (int r = 0; r < R; r++) {
-                        const I16 pairs = even_lanes(products[r][0], products[r][1]) + odd_lanes(products[r][0], products[r][1]);
-                        sum[r][half] = add_step(sum[r][half], pairs, scale, offset, row_scales[r][step]);
+                        const int8_t *const numbers = x[r] + step * STEP_INPUTS + place / 2 * 16;
+                        I16 &product = products[r][place % 2];
+                        product = dot_codes(dot_codes(product, low, splat_octet(numbers)), high, splat_octet(numbers + 8));
                     }
+                }
+                const F16 scale = from_header<FORMAT>(header, 0, half), offset = from_header<FORMAT>(header, 1, half);
+                for (int r = 0; r < R; r++) {
+                    const I16 pairs = even_lanes(products[r][0], products[r][1]) + odd_lanes(products[r][0], products[r][1]);
+                    sum[r][half] = add_step(sum[r][half], pairs, scale, offset, row_scales[r][step]);
                 }
             }
         }
-        for (int r = 0; r < num_rows; r++)
-            for (int half = 0; half < 2; half++) store(space.sums[r] + half * HALF_PANEL, sum[r][half]);
-        finish(args, index, row_begin, num_rows, space.sums[0]);
     }
+    for (int r = 0; r < num_rows; r++)
+        for (int half = 0; half < 2; half++) store(space.sums[r] + half * HALF_PANEL, sum[r][half]);
+    finish(args, index, row, num_rows, space.sums[0]);
 }
 
 template <int FORMAT>
 void linear_codes(const pdm_linear_args &args, int row_begin, int row_end, int panel_begin, int panel_end, void *scratch) {
-    const int num_rows = row_end - row_begin;
     CodeScratch &space = *static_cast<CodeScratch *>(scratch);
-    if (num_rows == 1) return linear_codes_direct<FORMAT, 1>(args, row_begin, 1, panel_begin, panel_end, space);
-    if (num_rows == 2) return linear_codes_direct<FORMAT, 2>(args, row_begin, 2, panel_begin, panel_end, space);
-    if (num_rows <= MOST_DIRECT_ROWS)
-        return linear_codes_direct<FORMAT, MOST_DIRECT_ROWS>(args, row_begin, num_rows, panel_begin, panel_end, space);
-    linear_codes_blocks<FORMAT>(args, row_begin, row_end, panel_begin, panel_end, space);
+    if (row_end - row_begin > MOST_DIRECT_ROWS)
+        return linear_codes_blocks<FORMAT>(args, row_begin, row_end, panel_begin, panel_end, space);
+    const GroupRows rows(args);
+    for (int index = panel_begin; index < panel_end; index++) {
+        for (int row = row_begin; row < row_end; row += DIRECT_ROWS) {
+            const int num_rows = std::min(DIRECT_ROWS, row_end - row);
+            if (num_rows == 1)
+                direct_panel<FORMAT, 1>(args, rows, row, 1, index, space);
+            else if (num_rows == 2)
+                direct_panel<FORMAT, 2>(args, rows, row, 2, index, space);
+            else
+                direct_panel<FORMAT, DIRECT_ROWS>(args, rows, row, num_rows, index, space);
+        }
+    }
 }
 
 #else
