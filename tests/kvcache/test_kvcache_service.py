@@ -104,6 +104,59 @@ def test_blocks_that_the_engine_reused_are_dropped_and_those_before_them_kept() 
     asyncio.run(scenario())
 
 
+BROKEN_WAYS = ["peer_lost", "corrupt", "error:no such device"]
+
+
+@pytest.mark.parametrize("reason", BROKEN_WAYS)
+def test_blocks_that_one_connector_does_not_bring_come_over_the_next(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """They were dropped, and after `peer_lost` all that the engine had offered with them."""
+    monkeypatch.setattr("pdmesh.connector.shm._Copy.step", lambda copy: reason)
+
+    async def scenario() -> None:
+        keys = chain("prompt", 5)
+        async with (
+            running_tier() as tier,
+            running_engine("prefill", connectors=("shm", "grpc")) as prefill,
+        ):
+            content = prefill.fill([0, 1, 2, 3, 4], seed=1)
+            await prefill.store(tier, keys, [0, 1, 2, 3, 4])
+            await tier.until("store_blocks_committed_total", at_least(5))
+            assert await tier.metric("pulls_rerouted_total", connector="shm") >= 1
+            assert await tier.metric("store_blocks_dropped_total") == 0
+            reply = await tier.lookup(keys, transfer_id="t1")
+            assert reply.num_hits == 5
+            monkeypatch.undo()
+            prefill.fill([0, 1, 2, 3, 4], seed=2)
+            assert (await prefill.pull(tier, reply)).reason == ""
+            assert (prefill.pool.blocks[:5] == content).all()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("reason", BROKEN_WAYS)
+def test_blocks_that_no_connector_brings_are_dropped_by_their_reason(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """Bytes that came whole over no way are `corrupt`, whatever failed last."""
+    monkeypatch.setattr("pdmesh.connector.shm._Copy.step", lambda copy: reason)
+    monkeypatch.setattr("pdmesh.connector.grpc.GrpcConnector._copy", lambda *arguments: "error:broken")
+    drop = "corrupt" if reason == "corrupt" else "pull_failed"
+
+    async def scenario() -> None:
+        async with (
+            running_tier() as tier,
+            running_engine("prefill", connectors=("shm", "grpc")) as prefill,
+        ):
+            prefill.fill([0], seed=1)
+            await prefill.store(tier, chain("prompt", 1), [0])
+            assert await tier.until("store_blocks_dropped_total", at_least(1), reason=drop) == 1
+            assert (await tier.stats()).num_used == 0
+
+    asyncio.run(scenario())
+
+
 def test_blocks_that_are_not_what_the_engine_summed_are_dropped_and_those_before_them_kept() -> None:
     async def scenario() -> None:
         keys = chain("prompt", 12)

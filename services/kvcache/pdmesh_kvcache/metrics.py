@@ -45,6 +45,11 @@ class Metrics:
         self.blocks_accepted = counter("store_blocks_accepted", "Blocks that stores queued to be pulled.")
         self.blocks_committed = counter("store_blocks_committed", "Blocks pulled from engines and made visible.")
         self.blocks_dropped = counter("store_blocks_dropped", "Blocks of stores that were not kept.", "reason")
+        self.pulls_rerouted = counter(
+            "pulls_rerouted",
+            "Times a pull from an engine went on over the next connector, by the one before.",
+            "connector",
+        )
         self.pulled_bytes = counter("pulled_bytes", "Bytes pulled from engines.")
 
         self.writes = counter("backing_writes", "Blocks written to Redis or Valkey.")

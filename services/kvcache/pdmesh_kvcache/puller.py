@@ -11,15 +11,17 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
+from pdmesh.connector.active import PullEnd, may_be_connectors
 from pdmesh.connector.base import PeerPool, Pull, PullResult, WorkerConnector
 from pdmesh.connector.options import ConnectorOptions
 from pdmesh.connector.peers import Peer, PeerDirectory
 from pdmesh.connector.registry import make_worker_connectors
-from pdmesh.errors import ConfigError, HandshakeRefused, MeshError, PeerUnavailable
+from pdmesh.errors import ConfigError, HandshakeRefused, MeshError, PeerUnavailable, TransferFailed
 from pdmesh.security import MeshSecret
 from pdmesh_kvcache.arena import Arena
 
@@ -154,39 +156,76 @@ class Puller:
         deadline_s: float,
         *,
         checksums: list[int],
+        on_rerouted: Callable[[str], None] = lambda connector: None,
     ) -> PullResult:
         """Copy blocks into reserved slots and wait until nothing writes to them any more, however it ends.
+
+        What may be a connector's failure is tried over the next one that reaches the peer; `on_rerouted` is told which failed.
+        """
+        connector, end_s = peer.connector, self._loop.time() + deadline_s
+        damaged: list[str] = []
+        # Also between two ways: the peer is used.
+        self._num_pulls[peer.peer_id] += 1
+        self._stop_timer(peer.peer_id)
+        try:
+            while True:
+                pull = Pull(
+                    transfer_id=f"store-{next(self._numbers)}",
+                    peer_id=peer.peer_id,
+                    source_block_ids=block_ids,
+                    generations=generations,
+                    target_block_ids=slots,
+                    deadline_s=max(end_s - self._loop.time(), 0.0),
+                    checksums=checksums,
+                )
+                result = await self._pull_over(connector, pull)
+                if not result.reason and damaged:
+                    self.peers.came_whole(peer, connector, after=damaged)
+                if result.reason == PullEnd.CORRUPT:
+                    damaged.append(connector)
+                next_one = await self._next_way(peer, connector, result.reason, end_s)
+                if not next_one:
+                    # Bytes that came whole over no way leave open which of the two is at fault, whatever failed last.
+                    return replace(result, reason=PullEnd.CORRUPT) if damaged and result.reason else result
+                on_rerouted(connector)
+                connector = next_one
+        finally:
+            self._num_pulls -= Counter([peer.peer_id])
+            self._forget_when_idle(peer.peer_id)
+
+    async def _next_way(self, peer: Peer, connector: str, reason: str, end_s: float) -> str:
+        """Return the connector over which a pull that ended so goes on; empty: it has ended. Takes as long as a handshake, and
+        as a connector takes to connect."""
+        is_last = connector == self._names[-1] or self._loop.time() >= end_s or self._closing
+        if is_last or not may_be_connectors(reason) or not self.peers.knows(peer):
+            return ""
+        try:
+            return await self.peers.attach_after(peer, connector, TransferFailed(f"{reason}: of a store"))
+        except MeshError as exc:
+            log.debug(
+                "a pull from %s that ended as %s goes over no other connector: %s", peer.peer_id, reason, exc.message
+            )
+            return ""
+
+    async def _pull_over(self, name: str, pull: Pull) -> PullResult:
+        """Copy over one connector, and wait until it writes nothing any more.
 
         That is at its deadline at the latest, or when a connector that let it pass has stopped after being told to: slots
         that something may write to cannot be given to others, so there is no third way. Being cancelled leaves the copy
         running: only the closing arena cancels, and it ends the copy first.
         """
-        transfer_id = f"store-{next(self._numbers)}"
-        connector = self._connectors[peer.connector]
+        connector = self._connectors[name]
         waiting: asyncio.Future[PullResult] = self._loop.create_future()
-        self._waiting[transfer_id] = waiting
-        pull = Pull(
-            transfer_id=transfer_id,
-            peer_id=peer.peer_id,
-            source_block_ids=block_ids,
-            generations=generations,
-            target_block_ids=slots,
-            deadline_s=deadline_s,
-            checksums=checksums,
-        )
-        self._num_pulls[peer.peer_id] += 1
-        self._stop_timer(peer.peer_id)
+        self._waiting[pull.transfer_id] = waiting
         try:
             await self._in_thread(partial(connector.start, pull))
-            await asyncio.wait([waiting], timeout=deadline_s + CANCEL_GRACE_S)
+            await asyncio.wait([waiting], timeout=pull.deadline_s + CANCEL_GRACE_S)
             if not waiting.done():
-                log.warning("connector %s let the deadline of a pull from %s pass", peer.connector, peer.peer_id)
-                await self._in_thread(partial(connector.cancel, transfer_id))
+                log.warning("connector %s let the deadline of a pull from %s pass", name, pull.peer_id)
+                await self._in_thread(partial(connector.cancel, pull.transfer_id))
             return await waiting
         finally:
-            self._waiting.pop(transfer_id, None)
-            self._num_pulls -= Counter([peer.peer_id])
-            self._forget_when_idle(peer.peer_id)
+            self._waiting.pop(pull.transfer_id, None)
 
     def _forget_when_idle(self, peer_id: str) -> None:
         self._stop_timer(peer_id)

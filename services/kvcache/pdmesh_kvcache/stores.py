@@ -236,6 +236,7 @@ class Stores:
             [each.slot for each in part],
             remaining_s,
             checksums=checksums,
+            on_rerouted=lambda connector: self._metrics.pulls_rerouted.labels(connector).inc(),
         )
         self._metrics.pulled_bytes.inc(result.num_bytes)
         if not result.reason:

@@ -38,6 +38,11 @@ def error_reason(text: object) -> str:
     return f"{ERROR_PREFIX}{text}"
 
 
+def may_be_connectors(reason: str) -> bool:
+    """Whether a pull's failure may be that of the way it went, so that it may succeed over another connector."""
+    return reason in (PullEnd.PEER_LOST, PullEnd.CORRUPT) or reason.startswith(ERROR_PREFIX)
+
+
 UNKNOWN = 0
 """In place of a block's sum: its owner does not tell what it sums to."""
 

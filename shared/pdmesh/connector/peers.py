@@ -50,7 +50,6 @@ DISCONNECTED_PAUSE_S = 2.0
 Detach = Callable[[str], None]
 """Disconnects the worker half from a peer id; never blocks."""
 
-
 Ask = Callable[[Peer, str, str], Awaitable[Begun]]
 """Asks a peer to begin the transfer of a given id, over the named connector."""
 
@@ -170,6 +169,9 @@ class PeerDirectory:
                 if greeting.reply.peer_id != peer.peer_id or not self.knows(peer):
                     raise PeerUnavailable(f"{peer.address} is not {peer.peer_id} any more")
                 name = await self._greeter.attach_first(peer.address, greeting, after=connector)
+                if not self.knows(peer):
+                    self._detach_stray(peer.peer_id)
+                    raise PeerUnavailable(f"{peer.address} was lost")
                 peer.attached.add(name)
         self._greeter.count_fallback(connector, peer.address, why)
         return name
@@ -205,9 +207,8 @@ class PeerDirectory:
             connector=connector or peer.connector,
             awaits=awaits,
         )
-        timeout_s = (
-            remaining_s if awaits else CALL_TIMEOUT_S + (PUBLISH_TIMEOUT_S if begin.connector in PUBLISHING else 0.0)
-        )
+        published_s = PUBLISH_TIMEOUT_S if begin.connector in PUBLISHING else 0.0
+        timeout_s = remaining_s if awaits else CALL_TIMEOUT_S + published_s
         async with self._calling(peer):
             reply: pb.BeginTransferReply = await peer.stub.BeginTransfer(
                 begin_to_pb(begin), timeout=min(timeout_s, remaining_s), metadata=self._secret.call_metadata()
@@ -267,8 +268,7 @@ class PeerDirectory:
             self._regaining.replace(peer, connector)
 
     def forget(self, peer_id: str, *, met: Peer | None = None) -> None:
-        """Drop a peer, as after a pull that ended with `peer_lost`; the next `reach` shakes hands anew. Nothing where it has done
-        so since it was `met`."""
+        """Drop a peer, as after a pull that ended with `peer_lost`, unless it was met anew since it was `met`."""
         peer = self._by_id(peer_id)
         if peer is not None and met in (None, peer):
             self._lose(peer)

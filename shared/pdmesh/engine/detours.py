@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from pdmesh.connector.active import ERROR_PREFIX, PullEnd
+from pdmesh.connector.active import PullEnd, may_be_connectors
 from pdmesh.connector.base import Pull, PullResult
 from pdmesh.connector.ways import way_of
 from pdmesh.engine.attachments import Connection
@@ -93,10 +93,7 @@ class Detours:
 
     def next_way(self, journey: Journey, result: PullResult) -> ConnectPeer | None:
         """Return how a pull that ended so may go on; None when that was its end."""
-        may_be_connectors = result.reason in (PullEnd.PEER_LOST, PullEnd.CORRUPT) or result.reason.startswith(
-            ERROR_PREFIX
-        )
-        if not may_be_connectors or journey.is_cancelled or journey.left_s <= 0:
+        if not may_be_connectors(result.reason) or journey.is_cancelled or journey.left_s <= 0:
             return None
         tried = {*journey.failed, journey.connector}
         return next((way for way in self._ways.get(journey.pull.peer_id, []) if way.connector not in tried), None)
