@@ -52,8 +52,6 @@ struct Between {
     const char *weights = nullptr;
     int lines_per_step = 0;
     bool is_few = false;
-    // Bytes that the first cache's fetches are behind; 0: none.
-    int near_bytes = 0;
     const char *outputs = nullptr;
     size_t output_stride = 0;
     int output_bytes = 0, rows_left = 0;
@@ -63,10 +61,7 @@ struct Between {
         for (int row = std::min(num_rows, rows_left); row > 0; row--, rows_left--, outputs += output_stride)
             for (int byte = 0; byte < output_bytes; byte += 64) fetch_to_write(outputs + byte);
         // Into the second cache: lines on their way to the first one hold up the rows' there.
-        for (int line = lines_per_step * num_steps; line > 0; line--, weights += 64) {
-            _mm_prefetch(weights, _MM_HINT_T1);
-            if (near_bytes) _mm_prefetch(weights - near_bytes, _MM_HINT_T0);
-        }
+        for (int line = lines_per_step * num_steps; line > 0; line--, weights += 64) _mm_prefetch(weights, _MM_HINT_T1);
     }
     void end(int num_rows) {
         if (ending) ending->some(num_rows);
@@ -139,9 +134,6 @@ class Bf16Product {
         if (between.is_few) {
             between.weights = here + AHEAD_BYTES;
             between.lines_per_step = STEP_LINES;
-            // Vector lanes wait for one row's weights only, and then take them from the first cache: a Zen 4 core read 31 GB/s, not
-            // 20 (in pages of 4 KiB 23, not 19). With eight rows they would push those out: 11 GB/s, not 15.
-            if (!READS_WHOLE_TILES && row_end_ - row_begin_ == 1) between.near_bytes = AHEAD_BYTES / 2;
         } else if (!is_end) {
             const int num_parts = (row_end_ - row_begin_ + TILE_ROWS - 1) / TILE_ROWS, part = (row - row_begin_) / TILE_ROWS;
             between.lines_per_step = (STEP_LINES + num_parts - 1) / num_parts;
