@@ -5,6 +5,10 @@ The promises, in `support.handoff_world`: what is committed is the content that 
 within its lease, or while the owner writes out of it; nothing is written into a block that has been given to somebody else;
 nothing is let out on the word of the owner's core before the owner has agreed; nothing ends twice; left alone for a lease the
 owner holds nothing; and from wherever faults have led, everything still ends.
+
+Every search is whole: of states from which the same can happen it visits one (`support.handoff_canonical`). A push with two
+legs and two faults, which takes two minutes and is not run here, was searched to its end on 2026-12-01: 328,343 states, 2,748,915
+steps, no promise broken; `search(HandoffWorld(Rules(pushes=True, faults=2)))` does it again.
 """
 
 from __future__ import annotations
@@ -44,38 +48,37 @@ def searched(**rules: Any) -> Search:
 @pytest.mark.parametrize(
     ("rules", "least_states"),
     [
-        pytest.param({"faults": 0}, 2_000, id="pull"),
-        pytest.param({"faults": 1}, 50_000, id="pull, a fault"),
-        pytest.param({"faults": 2, "legs": 1}, 7_000, id="pull, two faults, one leg"),
-        pytest.param({"stock": True, "faults": 1}, 20_000, id="stock router, a fault"),
-        pytest.param({"pushes": True, "faults": 1, "legs": 1}, 30_000, id="push, a fault, one leg"),
-        pytest.param({"pushes": True, "early": True, "faults": 0, "legs": 1}, 5_000, id="early push"),
-        pytest.param({"told_ahead": True, "faults": 0, "legs": 1}, 4_000, id="told ahead, one leg"),
+        pytest.param({"faults": 0}, 350, id="pull"),
+        pytest.param({"faults": 1}, 5_000, id="pull, a fault"),
+        pytest.param({"faults": 2, "legs": 1}, 1_700, id="pull, two faults, one leg"),
+        pytest.param({"stock": True, "faults": 1}, 3_000, id="stock router, a fault"),
+        pytest.param({"pushes": True, "faults": 0}, 5_500, id="push"),
+        pytest.param({"pushes": True, "faults": 1, "legs": 1}, 1_700, id="push, a fault, one leg"),
+        pytest.param({"pushes": True, "early": True, "faults": 1, "legs": 1}, 3_000, id="early push, a fault, one leg"),
+        pytest.param({"told_ahead": True, "faults": 0}, 2_300, id="told ahead"),
+        pytest.param({"told_ahead": True, "faults": 1, "legs": 1}, 4_200, id="told ahead, a fault, one leg"),
         pytest.param(
             {"told_ahead": True, "other_prompt": True, "faults": 1, "legs": 1},
-            4_000,
+            350,
             id="told ahead of another prompt, a fault, one leg",
         ),
-        pytest.param({"told_ahead": True, "faults": 1}, 300_000, id="told ahead, a fault", marks=pytest.mark.full),
+        pytest.param({"told_ahead": True, "faults": 1}, 24_000, id="told ahead, a fault", marks=pytest.mark.full),
         pytest.param(
             {"told_ahead": True, "faults": 2, "legs": 1},
-            80_000,
+            13_000,
             id="told ahead, two faults, one leg",
             marks=pytest.mark.full,
         ),
-        pytest.param(
-            {"pushes": True, "early": True, "faults": 1, "legs": 1},
-            50_000,
-            id="early push, a fault, one leg",
-            marks=pytest.mark.full,
-        ),
-        pytest.param({"stock": True, "faults": 2}, 150_000, id="stock router, two faults", marks=pytest.mark.full),
+        pytest.param({"stock": True, "faults": 2}, 16_000, id="stock router, two faults", marks=pytest.mark.full),
         # Every two of a loss, a repetition, a crash, and a consumer given up though it lives.
-        pytest.param({"faults": 2}, 350_000, id="pull, two faults", marks=pytest.mark.full),
-        pytest.param({"pushes": True, "faults": 0}, 350_000, id="push", marks=pytest.mark.full),
-        pytest.param({"faults": 4, "legs": 1}, 20_000, id="pull, four faults, one leg", marks=pytest.mark.full),
+        pytest.param({"faults": 2}, 27_000, id="pull, two faults", marks=pytest.mark.full),
+        pytest.param({"faults": 4, "legs": 1}, 5_500, id="pull, four faults, one leg", marks=pytest.mark.full),
         pytest.param(
-            {"pushes": True, "faults": 2, "legs": 1}, 100_000, id="push, two faults, one leg", marks=pytest.mark.full
+            {"pushes": True, "faults": 2, "legs": 1}, 5_500, id="push, two faults, one leg", marks=pytest.mark.full
+        ),
+        pytest.param({"pushes": True, "faults": 1}, 65_000, id="push, a fault", marks=pytest.mark.full),
+        pytest.param(
+            {"pushes": True, "early": True, "faults": 1}, 65_000, id="early push, a fault", marks=pytest.mark.full
         ),
     ],
 )
@@ -85,15 +88,6 @@ def test_every_order_of_events_keeps_the_promises(rules: dict[str, Any], least_s
     assert found.is_complete
     assert not found.broken, str(found)
     assert found.num_states >= least_states, "the world has shrunk: does it still do all it did?"
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_no_short_order_of_a_push_with_two_legs_and_a_fault_breaks_a_promise() -> None:
-    """Too large to be searched to the end (over two million states at a third of its depth): the shortest of them."""
-    found = search(HandoffWorld(Rules(pushes=True, faults=1)), max_states=200_000)
-    assert not found.broken, str(found)
-    assert not found.is_complete, "it can be searched to the end: do that"
 
 
 class LetsGoUnderReaders(OfferTable):

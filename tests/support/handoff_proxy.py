@@ -25,8 +25,8 @@ class ProxySide:
             expected = node._replace(proxy=proxy._replace(leg=1, on="A"))
             yield Step("proxy tells A what to expect", expected.send(("Leg", "A", 1, proxy.epoch)))
         if proxy.at is At.HOLDING and proxy.leg < self.rules.legs:
-            leg, are_alike = proxy.leg + 1, node.a == node.b
-            for name in "A" if are_alike else "AB":
+            leg = proxy.leg + 1
+            for name in "AB":
                 sent = node._replace(proxy=proxy._replace(at=At.DECODE, leg=leg, on=name))
                 yield Step(f"proxy sends leg {leg} to {name}", sent.send(("Leg", name, leg, proxy.epoch)))
         if proxy.live and not self.rules.stock and node.owner is not None and node.epoch == proxy.epoch:

@@ -170,32 +170,6 @@ REPEATABLE = frozenset({"Begin", "End"})
 ENDS = frozenset({At.DONE, At.GONE, At.CRASHED})
 
 
-def without_the_unheeded(node: Node) -> Node:
-    """Drop messages that will change nothing whenever they arrive."""
-    kept = tuple(message for message in node.bag if _is_heeded(node, message))
-    return node if len(kept) == len(node.bag) else node._replace(bag=kept)
-
-
-def _is_heeded(node: Node, message: tuple[Any, ...]) -> bool:
-    proxy = node.proxy
-    match message:
-        case ("Ticket", _):
-            return proxy.at is not At.CRASHED
-        case ("Committed" | "LegFailed", leg):
-            is_expected = proxy.at is At.PREFILL and not proxy.early
-            return (proxy.at is At.DECODE or is_expected) and proxy.leg == leg
-        case ("Begun" | "Refused" | "Ended" | "Pushed" | "Stopped", attempt, *_):
-            return node.consumer(attempt[0]).attempt == attempt
-        case ("Notice", attempt, _):
-            consumer = node.consumer(attempt[0])
-            return consumer.attempt == attempt and consumer.landing is None
-        case ("Release" | "AbortPrefill", epoch):
-            return node.owner is not None and node.epoch == epoch
-        case ("Written" | "WriteFailed", *_):
-            return node.owner is not None and node.epoch == 0
-    return True
-
-
 def write_of(node: Node, attempt: str) -> tuple[Any, ...]:
     """The write under way for a transfer, or the one that waits for the block to be computed; empty when there is none."""
     return next((each for each in node.bag if each[0] in ("Write", "Armed") and each[1] == attempt), ())

@@ -8,8 +8,8 @@ Messages lie in a bag and arrive in any order. The owner's clock moves at any ti
 transfer then may or may not have renewed it. A fault is a crash, a message that is lost or comes twice, or a consumer that is
 given up though it lives; there are as many as `Rules.faults` says.
 
-Steps that only lead to the same again are left out: messages that nobody heeds any more vanish, the block gets other content
-only while somebody might read it, and the first of two consumers that are alike is tried first.
+Steps that only lead to the same again are left out: the block gets other content only while somebody might read it. Of states
+from which the same can happen one stands for all (`handoff_canonical`), so that in a trace A may be called B from some step on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+from support.handoff_canonical import canonical
 from support.handoff_consumer import ConsumerSide
 from support.handoff_owner import OwnerSide
 from support.handoff_proxy import ProxySide
@@ -31,7 +32,6 @@ from support.handoff_state import (
     Node,
     Proxy,
     Rules,
-    without_the_unheeded,
 )
 from support.search import Step
 
@@ -51,11 +51,9 @@ class HandoffWorld:
 
     def steps(self, state: Hashable) -> Iterator[Step]:
         assert isinstance(state, Node)
-        if state.bad:
-            return
-        for step in self._all_steps(state):
+        for step in self.all_steps(state):
             assert isinstance(step.state, Node)
-            yield Step(step.label, without_the_unheeded(step.state), step.is_fault)
+            yield Step(step.label, canonical(step.state, self.rules), step.is_fault)
 
     def broken(self, state: Hashable) -> str:
         assert isinstance(state, Node)
@@ -71,7 +69,10 @@ class HandoffWorld:
             and (state.owner is None or state.owner.offer is None)
         )
 
-    def _all_steps(self, node: Node) -> Iterator[Step]:
+    def all_steps(self, node: Node) -> Iterator[Step]:
+        """All that can happen next, to whichever state it leads."""
+        if node.bad:
+            return
         yield from self._deliveries(node)
         yield from self._owner.steps(node)
         yield from self._proxy.steps(node)
