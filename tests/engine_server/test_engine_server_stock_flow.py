@@ -150,6 +150,8 @@ async def _offers_end(url: str) -> None:
         (400, {"kv": {"surprise": 1}}),
         (400, {"kv": {"do_remote_prefill": "yes"}}),
         (400, {"kv": {"remote_block_ids": None}}),
+        # The prompt tells that the leg is the offer's.
+        (403, {"kv": {"remote_block_ids": [[0, 1, 2, 500]]}}),
     ],
     ids=str,
 )

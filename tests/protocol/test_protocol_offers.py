@@ -71,6 +71,19 @@ def test_no_state_is_left_without_an_event_and_ends_are_final() -> None:
     assert {event for _, event in LANDING_TABLE} == set(LandingEvent)
 
 
+def test_who_is_to_say_what_an_offer_was_computed_for_ends_only_that_one(table: OfferTable) -> None:
+    """An offer's id stands in parameters that a router may mix up; its request does not."""
+    opened(table, release_on_commit=True)
+    assert not table.release("o", unread=True, digest=bytes(32))
+    assert not table.release("o", unread=True, digest=DIGEST[:-1])
+    assert ended(table) == []
+    assert table.release("o", unread=True, digest=DIGEST)
+    assert ended(table) == [("o", Reason.RELEASED)]
+    # A proxy has its own read elsewhere, whoever knows the request.
+    opened(table, "p")
+    assert not table.release("p", unread=True, digest=DIGEST)
+
+
 def test_a_transfer_sees_the_blocks_and_their_generations(table: OfferTable) -> None:
     opened(table)
     view = table.begin("t", "c", "o", DIGEST)

@@ -1,5 +1,6 @@
 """Structs survive the wire: every field, every value, also through bytes; and the generated code is that of the proto."""
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -141,7 +142,13 @@ begins = st.builds(
 )
 views = st.builds(transfers.OfferView, groups=groups, num_tokens=count)
 ends = st.builds(
-    transfers.End, transfer_id=text, committed=st.booleans(), reason=text, peer_id=text, release_offer=text
+    transfers.End,
+    transfer_id=text,
+    committed=st.booleans(),
+    reason=text,
+    peer_id=text,
+    release_offer=text,
+    release_digest=st.binary(max_size=32),
 )
 endeds = st.builds(
     transfers.Ended,
@@ -151,6 +158,12 @@ endeds = st.builds(
     stopping=st.booleans(),
     peer_id=text,
 )
+
+
+def test_an_owner_that_compares_no_requests_is_told_of_no_offer_that_would_need_it() -> None:
+    end = transfers.End(transfer_id="t", committed=False, release_offer="o", release_digest=b"d")
+    assert not transfers.end_to_pb(end).release_offer
+    assert transfers.end_to_pb(dataclasses.replace(end, release_digest=b"")).release_offer == "o"
 
 
 @given(begins, views, ends, endeds)

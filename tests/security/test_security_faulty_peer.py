@@ -215,6 +215,8 @@ def _describing(**said: Any) -> pb.HandshakeRequest:
         ),
         (pb.EndTransferRequest(transfer_id="t", reason="y" * (MAX_REASON_CHARS + 1)), "reason: 1025 given"),
         (pb.EndTransferRequest(transfer_id="t", release_offer=LONG), "release_offer: 257 given"),
+        (pb.EndTransferRequest(transfer_id="t", release_offer_of="o"), "release_offer_of needs release_digest"),
+        (pb.EndTransferRequest(transfer_id="t", release_digest=bytes(65)), "release_digest: 65 given"),
         (pb.RenewTransfersRequest(transfer_ids=["t"] * (MAX_TRANSFERS + 1)), "transfer_ids: 65537 given"),
         (pb.RenewTransfersRequest(transfer_ids=["t", LONG]), "transfer_ids must have"),
         (pb.HandshakeRequest(peer_id=LONG), "peer_id: 257 given"),

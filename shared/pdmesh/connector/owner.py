@@ -224,7 +224,7 @@ class PoolOwner(mesh_pb2_grpc.KVPeerServicer):
         if suspects and known:
             self.on_corrupt(suspects)
         if end.release_offer:
-            self.offers.release(end.release_offer, unread=True)
+            self.offers.release(end.release_offer, unread=True, digest=end.release_digest)
         self.settle()
         is_at_work, may_arrive = self.offers.is_writing(end.transfer_id), self.may_arrive(end.transfer_id)
         ended = Ended(

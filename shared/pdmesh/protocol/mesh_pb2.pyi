@@ -1176,6 +1176,8 @@ class EndTransferRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     PEER_ID_FIELD_NUMBER: _builtins.int
     RELEASE_OFFER_FIELD_NUMBER: _builtins.int
+    RELEASE_OFFER_OF_FIELD_NUMBER: _builtins.int
+    RELEASE_DIGEST_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     committed: _builtins.bool
     reason: _builtins.str
@@ -1183,6 +1185,9 @@ class EndTransferRequest(_message.Message):
     """of the owner that it is for, where an address has several pools; empty from an earlier release"""
     release_offer: _builtins.str
     """an offer of vLLM's flow that the consumer was named and will not read: it ends, where it is held"""
+    release_offer_of: _builtins.str
+    """Instead of that one, where the consumer was named it with something of another offer: it ends if it is of this digest."""
+    release_digest: _builtins.bytes
     def __init__(
         self,
         *,
@@ -1191,10 +1196,12 @@ class EndTransferRequest(_message.Message):
         reason: _builtins.str = ...,
         peer_id: _builtins.str = ...,
         release_offer: _builtins.str = ...,
+        release_offer_of: _builtins.str = ...,
+        release_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "peer_id", b"peer_id", "reason", b"reason", "release_offer", b"release_offer", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "peer_id", b"peer_id", "reason", b"reason", "release_digest", b"release_digest", "release_offer", b"release_offer", "release_offer_of", b"release_offer_of", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -297,14 +297,17 @@ class OfferTable:
         if offer.state is OfferState.CLOSING and offer.is_idle:
             self._give_back(offer)
 
-    def release(self, offer_id: str, *, unread: bool = False) -> bool:
+    def release(self, offer_id: str, *, unread: bool = False, digest: bytes = b"") -> bool:
         """End an offer as soon as nothing reads or writes from it; False when it was ending already or is unknown.
 
         `unread`, as its consumer says: only if one commit would end it. Others are a proxy's, who has them read elsewhere.
+        With a `digest`: only if it was computed for that request.
         """
         self.expire()
         offer = self._offers.get(offer_id)
         if offer is None or offer.state is OfferState.CLOSING or (unread and not offer.release_on_commit):
+            return False
+        if digest and not hmac.compare_digest(offer.digest, digest):
             return False
         self._close(offer, Reason.RELEASED)
         return True

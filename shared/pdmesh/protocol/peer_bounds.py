@@ -53,8 +53,7 @@ def check_begin(request: pb.BeginTransferRequest, num_blocks: int) -> None:
     _check_id("transfer_id", request.transfer_id)
     _check_id("consumer_id", request.consumer_id)
     _check_id("offer_id", request.offer_id)
-    if len(request.digest) > MAX_DIGEST_BYTES:
-        raise _too_long("digest", len(request.digest), f"{MAX_DIGEST_BYTES} bytes")
+    _check_digest("digest", request.digest)
     _check_count("groups", request.groups, MAX_GROUPS)
     for group in request.groups:
         _check_count("groups.block_ids", group.block_ids, num_blocks)
@@ -89,6 +88,10 @@ def check_end(request: pb.EndTransferRequest) -> None:
     _check_text("peer_id", request.peer_id, MAX_ID_CHARS)
     _check_text("reason", request.reason, MAX_REASON_CHARS)
     _check_text("release_offer", request.release_offer, MAX_ID_CHARS)
+    _check_text("release_offer_of", request.release_offer_of, MAX_ID_CHARS)
+    _check_digest("release_digest", request.release_digest)
+    if request.release_offer_of and (request.release_offer or not request.release_digest):
+        raise InvalidRequest("release_offer_of needs release_digest, and no release_offer", param="release_offer_of")
 
 
 def check_read(request: pb.ReadBlocksRequest) -> None:
@@ -99,6 +102,11 @@ def check_read(request: pb.ReadBlocksRequest) -> None:
 def _check_id(field: str, value: str) -> None:
     if not 0 < len(value) <= MAX_ID_CHARS:
         raise InvalidRequest(f"{field} must have 1 to {MAX_ID_CHARS} characters, got {len(value)}", param=field)
+
+
+def _check_digest(name: str, digest: bytes) -> None:
+    if len(digest) > MAX_DIGEST_BYTES:
+        raise _too_long(name, len(digest), f"{MAX_DIGEST_BYTES} bytes")
 
 
 def _check_text(field: str, value: str, most: int) -> None:

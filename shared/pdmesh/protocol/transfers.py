@@ -81,6 +81,8 @@ class End:
     """Of the owner that it is for; empty from a consumer of an earlier release."""
     release_offer: str = ""
     """An offer of vLLM's flow that nobody will read any more."""
+    release_digest: bytes = b""
+    """Of the request that the offer must have been computed for to be ended; empty: for whichever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,10 @@ def end_to_pb(end: End) -> pb.EndTransferRequest:
         committed=end.committed,
         reason=end.reason,
         peer_id=end.peer_id,
-        release_offer=end.release_offer,
+        # An owner of an earlier release, which would compare nothing, does not see it.
+        release_offer="" if end.release_digest else end.release_offer,
+        release_offer_of=end.release_offer if end.release_digest else "",
+        release_digest=end.release_digest,
     )
 
 
@@ -176,7 +181,8 @@ def end_from_pb(message: pb.EndTransferRequest) -> End:
         committed=message.committed,
         reason=message.reason,
         peer_id=message.peer_id,
-        release_offer=message.release_offer,
+        release_offer=message.release_offer or message.release_offer_of,
+        release_digest=message.release_digest,
     )
 
 

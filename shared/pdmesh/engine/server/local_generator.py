@@ -108,7 +108,7 @@ class LocalGenerator(Generator):
                     # Nothing of it changes once there is a token.
                     is_traced = bool(delta.token_ids)
                     if is_traced and leg.remote is not None:
-                        self._unread.leg_answered(leg.remote, running.kv_source)
+                        self._unread.leg_answered(leg.remote, running.kv_source, running.digest)
                 if delta.token_ids or delta.finish_reason:
                     yield delta
             if leg.offer:
@@ -117,7 +117,7 @@ class LocalGenerator(Generator):
             if leg.offer:
                 self._handoff.release(running.offer_id)
             if leg.remote is not None and running.first_token_s is None:
-                self._unread.leg_ended(leg.remote, exc)
+                self._unread.leg_ended(leg.remote, exc, running.digest)
             raise
         finally:
             if self._running.get(request.request_id) is running:

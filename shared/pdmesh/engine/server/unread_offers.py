@@ -40,27 +40,33 @@ class UnreadOffers:
         self._peers = peers
         self._tasks = tasks
 
-    def leg_ended(self, remote: RemoteKV, error: BaseException) -> None:
-        """A leg ended without a token."""
-        if not isinstance(error, Forbidden) and not _may_be_tried_elsewhere(error):
-            self.let_go(remote)
+    def leg_ended(self, remote: RemoteKV, error: BaseException, digest: bytes) -> None:
+        """A leg ended without a token; `digest` is that of its request."""
+        if not _may_be_tried_elsewhere(error):
+            self._let_go(remote, digest, is_evident=not isinstance(error, Forbidden))
 
-    def leg_answered(self, remote: RemoteKV, kv_source: str) -> None:
-        """A leg has its first token, and its KV from `kv_source`."""
+    def leg_answered(self, remote: RemoteKV, kv_source: str, digest: bytes) -> None:
+        """A leg has its first token, and its KV from `kv_source`; `digest` is that of its request."""
         source, _, reason = kv_source.partition(":")
         # An offer for another prompt is another leg's, which this one's router has mistaken.
         if source == RECOMPUTE and reason != Reason.DIGEST:
-            self.let_go(remote)
+            self._let_go(remote, digest, is_evident=True)
 
     def let_go(self, remote: RemoteKV) -> None:
-        """Have the owner end the offer soon, where the leg could have been fetched from it; never blocks."""
-        if is_offer_id(remote.offer_id):
-            self._tasks.create_task(self._tell(remote))
+        """Have the owner end the offer of a leg that nothing more is known of; never blocks."""
+        self._let_go(remote, b"", is_evident=True)
 
-    async def _tell(self, remote: RemoteKV) -> None:
+    def _let_go(self, remote: RemoteKV, digest: bytes, *, is_evident: bool) -> None:
+        """Have the owner end the offer soon. Where the leg is not evidently its own, as blocks or engine are another's, the owner
+        compares the request: whoever has heard of an offer's id must not end it."""
+        if is_offer_id(remote.offer_id):
+            self._tasks.create_task(self._tell(remote, digest, is_evident=is_evident))
+
+    async def _tell(self, remote: RemoteKV, digest: bytes, *, is_evident: bool) -> None:
         try:
             peer = await self._peers.reach(await self._allowed.admit(remote.host, remote.port), REACH_TIMEOUT_S)
-            if engine_id_of(peer.peer_id) != remote.engine_id:
+            is_evident &= engine_id_of(peer.peer_id) == remote.engine_id
+            if not is_evident and not digest:
                 return
             end = End(
                 # No transfer of this name was begun: the owner takes note of that, and of the offer.
@@ -69,6 +75,7 @@ class UnreadOffers:
                 reason=ABORTED,
                 peer_id=peer.peer_id,
                 release_offer=remote.offer_id,
+                release_digest=b"" if is_evident else digest,
             )
             metadata = self._secret.call_metadata()
             await peer.stub.EndTransfer(end_to_pb(end), timeout=END_TIMEOUT_S, metadata=metadata)
