@@ -258,6 +258,32 @@ def test_damaged_kv_is_counted_and_told_once_for_a_peer(caplog: pytest.LogCaptur
     play(scene)
 
 
+def test_damaged_kv_is_not_said_to_be_settled_before_the_tokens_that_came_with_it_were_drawn_again() -> None:
+    """A proxy that heard so let the offer go, and when decode died then, another went on behind tokens nobody had drawn again."""
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        async with owning(request("r")) as (address, _):
+            inbox = submitted(engine, decode_leg(ticket_of(request("r"), address)))
+            await until(lambda: any(isinstance(each, AddRequest) for each in core.sent))
+            source, core_id = core.added().source, core.added().request.request_id
+            assert source is not None
+            ended = TransferEnded(
+                transfer_id=source.transfer_id,
+                peer_id="owner@1",
+                request_id=core_id,
+                committed=False,
+                reason="corrupt",
+            )
+            await core.say(transfers=[ended])
+            await until(lambda: counted(engine, "pdmesh_transfers_total", reason="corrupt") == 1)
+            assert not inbox.deltas
+            await core.say(deltas=[ChoiceDelta(request_id=core_id, token_ids=[11])])
+            await until(lambda: len(inbox.deltas) == 2)
+            assert [(each.kv_committed, each.token_ids) for each in inbox.deltas] == [(True, []), (False, [11])]
+
+    play(scene)
+
+
 def test_damage_on_the_way_that_another_way_made_good_is_counted_and_told_once_and_its_connector_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

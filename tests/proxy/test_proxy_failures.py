@@ -178,6 +178,34 @@ def test_tokens_of_a_prefill_whose_kv_is_corrupt_are_drawn_again_before_anybody_
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_what_prefill_drew_is_drawn_again_where_decode_died_before_it_had_its_kv_and_nobody_fetches_that(
+    is_wrong: bool,
+) -> None:
+    """Decode may have found it damaged, and died while it computed anew: another went on behind a wrong token."""
+
+    async def scenario() -> None:
+        prefill = FakeEngine("prefill", behaviour=Behaviour(wrong_prefill=is_wrong))
+        hold, died = asyncio.Event(), PeerUnavailable("the engine core died, and came back")
+        decodes = [FakeEngine("decode", behaviour=Behaviour(hold=hold, fail_after_hold=died)) for _ in range(2)]
+        async with fake_mesh(prefill, *decodes) as mesh:
+            collected = asyncio.create_task(mesh.collect(token_request(max_tokens=40)))
+            await until(lambda: any(engine.requests for engine in decodes))
+            [other] = [engine for engine in decodes if not engine.requests]
+            other.behaviour = Behaviour()
+            await prefill.kill()
+            await until(lambda: len(mesh.cluster.view().engines) == 2)
+            hold.set()
+            if is_wrong:
+                with pytest.raises(DamagedKV, match="drawn anew"):
+                    await collected
+            else:
+                assert tokens_of(await collected) == WANTED
+            assert [leg.emitted for leg in other.requests] == [[]]
+
+    asyncio.run(scenario())
+
+
 def test_a_decode_that_is_itself_unavailable_is_left_and_the_offer_goes_to_another() -> None:
     async def scenario() -> None:
         prefill, other = FakeEngine("prefill"), FakeEngine("decode")

@@ -182,6 +182,10 @@ class MeshGenerator(Generator):
 
     def _plan(self, run: RunningRequest, decision: Decision) -> tuple[LegKind, EngineView]:
         """Turn a decision into a leg, and count what was meant to be otherwise."""
+        if decision.reason is not Reason.HANDOFF and run.unchecked:
+            # Decode may have died of nothing else, or behind KV that it had found damaged, and nobody will fetch that again.
+            run.doubts.doubt(run.emitted, run.unfinished)
+        run.unchecked = False
         if not run.started:
             run.trace.reason, run.trace.why = decision.reason, decision.why
             run.trace.prefill = run.trace.decode = ""
@@ -311,6 +315,7 @@ class MeshGenerator(Generator):
         self._metrics.retries.labels(error.code).inc()
         run.trace.fallbacks.append(f"{kind}:{error.code}")
         log.warning("%s leg on %s failed, going on elsewhere: %s", kind, engine.engine_id, error.message)
+        run.unchecked = kind is LegKind.DECODE and not run.kv_settled and not is_hand_over
         if kind is LegKind.DECODE and is_hand_over:
             # The engine is well, the hand-over was not: it may compute the prompt itself.
             if is_corrupt:

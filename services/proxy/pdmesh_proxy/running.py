@@ -103,6 +103,8 @@ class RunningRequest:
         """The mesh's when it was routed: from its first token on no engine of another goes on with it."""
         self.model_fingerprint = self.weights_fingerprint = ""
         self.doubts = Doubts()
+        self.unchecked = False
+        """A decode leg has failed before anybody could say whether what prefill's tokens rest on is whole."""
         self.excluded: set[str] = set()
         self.num_retries = 0
         """Since it last moved on by FORGIVEN_TOKENS."""

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from pdmesh.connector.active import PullEnd
 from pdmesh.engine.messages import (
     ConnectorChanged,
     CoreFailed,
@@ -182,7 +183,9 @@ class Outputs:
         elif not message.committed and message.reason not in ABORT_REASONS:
             # A client that left is no fallback. What follows the colon names blocks: no label should.
             self._metrics.fallbacks.inc(message.reason.partition(":")[0])
-        if self._table.get(running.core_id) is running:
+        running.is_in_doubt = message.reason == PullEnd.CORRUPT and not message.committed
+        # What came with damaged KV is drawn again first: whoever goes on elsewhere before that must look for itself.
+        if not running.is_in_doubt and self._table.get(running.core_id) is running:
             running.commit()
 
     def _deliver(self, running: RunningRequest, delta: ChoiceDelta, now: float) -> None:
@@ -195,6 +198,8 @@ class Outputs:
         if first:
             self._note_first(running, delta)
         self._measure(running, delta, now)
+        if running.is_in_doubt and running.open_choices <= running.last_token_s.keys():
+            running.commit()
         delta = msgspec.structs.replace(
             delta,
             request_id=running.request.request_id,

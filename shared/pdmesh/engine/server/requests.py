@@ -44,6 +44,8 @@ class RunningRequest:
     """The offer that its ticket names."""
     owes_commit: bool = False
     """The proxy holds a ticket's offer until it hears `kv_committed`."""
+    is_in_doubt: bool = False
+    """Its KV came damaged: what came with that has not been drawn again for every choice."""
     fetch_failure: str = ""
     """Why the intended KV was given up before the core saw the request; shown as `recompute:<reason>`."""
     pulled_s: float | None = None
