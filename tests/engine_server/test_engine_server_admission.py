@@ -7,11 +7,13 @@ import re
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from pdmesh.engine.server.assembly import Engine
 from pdmesh.engine.stats import Stats
-from pdmesh.protocol.messages import ChoiceDelta
+from pdmesh.errors import Overloaded
+from pdmesh.protocol.messages import ChoiceDelta, SamplingParams
 from support.engines import loop_thread, request, start_engines
 from support.held_engine import HeldCore, Inbox, counted, play
 
@@ -39,6 +41,43 @@ def test_what_the_core_refuses_is_counted_once_by_limit_and_blames_no_field() ->
         assert counted(engine, REJECTIONS, reason="max_num_queued_tokens") == 1
         assert counted(engine, REJECTIONS, reason="max_num_queued_reqs") == 0
         assert counted(engine, "vllm:request_success_total", finished_reason="error") == 1
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_emitted", "max_tokens", "prefill_only", "is_taken"),
+    [
+        (1000, 0, 24, False, True),
+        (1000, 0, 25, False, False),
+        (1000, 10, 25, False, False),
+        (1100, 10, 25, False, False),
+        (1000, 0, 500, True, True),
+        (1022, 0, 500, True, True),
+        (1023, 0, 500, True, False),
+        (1023, 0, 1, True, True),
+        (1000, 22, 500, True, True),
+        (1000, 23, 500, True, False),
+    ],
+)
+def test_a_leg_that_the_context_would_end_early_goes_elsewhere(
+    num_prompt: int, num_emitted: int, max_tokens: int, prefill_only: bool, is_taken: bool
+) -> None:
+    """An engine with a smaller context than the one before ended a resumed request there, with "length" as if it were done."""
+
+    async def scene(core: HeldCore, engine: Engine) -> None:
+        asked = msgspec.structs.replace(
+            request("a", token_ids=[1] * num_prompt, prefill_only=prefill_only),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            emitted=[[1] * num_emitted] if num_emitted else [],
+        )
+        if is_taken:
+            engine.servicer._submission.submit(asked, Inbox())
+            assert core.added().request.request_id
+        else:
+            with pytest.raises(Overloaded, match="do not fit the context of 1024 tokens") as caught:
+                engine.servicer._submission.submit(asked, Inbox())
+            assert caught.value.retryable
 
     play(scene)
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdmesh_proxy.contexts import mesh_context
 from pdmesh_proxy.router import (
     DEGRADED,
     KV_PRESSURE,
@@ -17,7 +18,9 @@ from pdmesh_proxy.router import (
     Reason,
     RequestFacts,
     compatible,
+    has_help,
     route,
+    why_too_long,
 )
 from pdmesh_proxy.view import ClusterView, EngineView
 
@@ -145,6 +148,30 @@ NIXL_D2 = changed(D2, connectors=frozenset({"nixl"}))
             "d2",
             Reason.HANDOFF,
         ),
+        # Who cannot hold the whole of a leg is not asked: 1000 tokens of prompt and 50 more.
+        (
+            [P1, changed(D1, max_model_len=1049), D2],
+            {"cached_tokens": {"d1@1": 1000}},
+            "p1",
+            "d2",
+            Reason.DISAGGREGATED,
+        ),
+        ([P1, changed(D1, max_model_len=1050)], {}, "p1", "d1", Reason.DISAGGREGATED),
+        ([P1, changed(D1, max_model_len=1049)], {}, None, "p1", Reason.DECODE_CONTEXT),
+        ([changed(P1, max_model_len=1002), D1], {}, "p1", "d1", Reason.DISAGGREGATED),
+        ([changed(P1, max_model_len=1001), D1], {}, None, "d1", Reason.PREFILL_CONTEXT),
+        ([changed(P1, max_model_len=1001), P2, D1], {}, "p2", "d1", Reason.DISAGGREGATED),
+        ([changed(P1, max_model_len=1001), D1], {"max_tokens": 1}, "p1", None, Reason.SINGLE_TOKEN),
+        ([changed(P1, max_model_len=1049, resting=True), P2], {}, None, "p2", Reason.NO_DECODE),
+        ([changed(P1, max_model_len=1049), changed(P2, resting=True)], {}, None, "p2", Reason.NO_DECODE),
+        (
+            [changed(P1, max_model_len=1002), changed(D1, max_model_len=1049), D2],
+            {"started": True, "offer_owner": "p1@1"},
+            None,
+            "d2",
+            Reason.HANDOFF,
+        ),
+        ([P1, changed(D1, max_model_len=1049)], {"started": True}, None, "p1", Reason.DECODE_CONTEXT),
     ],
 )
 def test_table(
@@ -157,6 +184,50 @@ def test_table(
         decision.decode.engine_id if decision.decode else None,
     )
     assert (chosen, decision.reason) == ((prefill, decode), reason)
+
+
+def test_a_prefill_helps_a_preempted_request_that_it_holds() -> None:
+    preempted = facts(started=True, wants_prefill=True, num_emitted_tokens=10)
+    for length, reason in ((1012, Reason.PREEMPTED), (1011, Reason.RESUMED)):
+        view = ClusterView(engines=(changed(P1, max_model_len=length), D1))
+        decision = route(preempted, view, pd_min_prompt_tokens=32)
+        assert decision is not None
+        assert decision.reason is reason
+        assert has_help(preempted, view) == (reason is Reason.PREEMPTED)
+
+
+SHORT_P, SHORT_D = changed(P1, max_model_len=1049), changed(D1, max_model_len=1049)
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize(
+    "engines", [[SHORT_P], [SHORT_D], [SHORT_P, SHORT_D], [SHORT_P, SHORT_D, changed(D2, draining=True)]]
+)
+def test_nobody_holds_the_whole_request(engines: list[EngineView], started: bool) -> None:
+    assert decide(engines, started=started) is None
+    why = why_too_long(facts(started=started), ClusterView(engines=tuple(engines)))
+    assert "1050 tokens" in why
+    assert "is 1049" in why
+
+
+def test_a_context_is_not_blamed_where_it_is_not_the_reason() -> None:
+    for engines in ([], [P1, SHORT_D], [changed(SHORT_D, draining=True)]):
+        assert why_too_long(facts(), ClusterView(engines=tuple(engines))) == ""
+
+
+@pytest.mark.parametrize(
+    ("engines", "context"),
+    [
+        ([], 0),
+        ([changed(P1, max_model_len=90), changed(D1, max_model_len=40), changed(D2, max_model_len=50)], 50),
+        ([changed(P1, max_model_len=30), changed(D1, max_model_len=40)], 40),
+        ([changed(P1, max_model_len=90), changed(P2, max_model_len=30)], 90),
+        ([changed(D1, max_model_len=40), changed(D2, max_model_len=50, draining=True)], 40),
+        ([changed(D2, max_model_len=50, draining=True)], 50),
+    ],
+)
+def test_the_mesh_takes_what_its_longest_decode_holds(engines: list[EngineView], context: int) -> None:
+    assert mesh_context(engines) == context
 
 
 @pytest.mark.parametrize(
@@ -210,6 +281,7 @@ engines_st = st.lists(
         waiting_tokens=st.integers(0, 10_000),
         kv_usage=st.floats(0, 1),
         last_used=st.integers(0, 9),
+        max_model_len=st.sampled_from([0, 0, 0, 1000, 2000]),
     ),
     unique_by=lambda view: view.engine_id,
     max_size=6,
@@ -241,7 +313,11 @@ def test_whatever_the_mesh_looks_like(
         and request.model_fingerprint in ("", e.model_fingerprint)
     ]
     # Somebody serves exactly when somebody can.
-    assert (decision is None) == (not able)
+    whole = [e for e in able if e.holds(request.num_prompt_tokens + request.max_tokens)]
+    if decision is None:
+        assert not whole
+    else:
+        assert able
     assert decision == route(request, view, pd_min_prompt_tokens=minimum)
     if decision is None:
         return
@@ -251,6 +327,10 @@ def test_whatever_the_mesh_looks_like(
     if decision.prefill is not None:
         assert not request.started, "a request is never prefilled twice from nothing"
         assert decision.prefill.can_prefill
+    if decision.decode is not None:
+        assert decision.decode in whole
+    if decision.prefill is not None and decision.decode is None:
+        assert decision.prefill in whole
     if decision.prefill is not None and decision.decode is not None:
         assert compatible(decision.prefill, decision.decode)
     if decision.reason is Reason.HANDOFF:
@@ -260,7 +340,7 @@ def test_whatever_the_mesh_looks_like(
         assert compatible(owner, decision.decode)
     if decision.reason in DEGRADED:
         assert decision.prefill is None
-    _check_sensible(decision, request, [e for e in able if e.can_decode], minimum)
+    _check_sensible(decision, request, [e for e in whole if e.can_decode], minimum)
     _check_blame(decision, request, engines)
 
 
@@ -292,12 +372,18 @@ def _check_blame(decision: Decision, request: RequestFacts, engines: list[Engine
         assert not any(e.can_decode for e in alive)
     if decision.reason is Reason.NO_PAIR:
         left = [e for e in alive if e not in excluded]
-        assert not any(compatible(p, d) for p in alive for d in left if p.can_prefill and d.can_decode)
-        assert not any(compatible(p, d) for p in left for d in alive if p.can_prefill and d.can_decode)
+        prefills = [e for e in left if e.can_prefill and e.holds(request.num_tokens_of_prefill)]
+        decodes = [e for e in left if e.can_decode and e.holds(request.num_tokens_at_most)]
+        assert not any(compatible(p, d) for p in alive for d in decodes if p.can_prefill)
+        assert not any(compatible(p, d) for p in prefills for d in alive if d.can_decode)
     if decision.reason is Reason.PREFILL_EXCLUDED:
         assert any(e.can_prefill for e in excluded)
     if decision.reason is Reason.DECODE_EXCLUDED:
         assert any(e.can_decode for e in excluded)
+    if decision.reason is Reason.PREFILL_CONTEXT:
+        assert any(e.can_prefill and not e.holds(request.num_tokens_of_prefill) for e in alive)
+    if decision.reason is Reason.DECODE_CONTEXT:
+        assert any(e.can_decode and not e.holds(request.num_tokens_at_most) for e in alive)
 
 
 def _is_full(view: EngineView) -> bool:

@@ -15,6 +15,7 @@ from pdmesh.openai.generator import ModelCard
 from pdmesh.protocol.exchange import Exchange, KVNames, have_same_weights
 from pdmesh.security import MeshSecret
 from pdmesh_proxy.config import ProxyConfig
+from pdmesh_proxy.contexts import Contexts
 from pdmesh_proxy.discovery import Addresses, Discovery, Listed
 from pdmesh_proxy.endpoint import Endpoint
 from pdmesh_proxy.engine_metrics import EngineCollector
@@ -57,7 +58,7 @@ class Cluster:
         self._model = ServedModel(config.model_fingerprint, metrics)
         self._unlike: set[tuple[str, str]] = set()
         """Prefill and decode processes that cannot exchange KV as it is, already logged."""
-        self._max_model_len = 0
+        self._contexts = Contexts()
         self._vocab_size = 0
         metrics.watch(EngineCollector(self.view))
 
@@ -155,7 +156,7 @@ class Cluster:
         return ModelCard(
             name=self._config.served_model_name or self._model.name,
             root=self._config.model,
-            max_model_len=self._max_model_len,
+            max_model_len=self._contexts.longest,
             created_s=created_s,
             vocab_size=self._vocab_size,
         )
@@ -209,13 +210,13 @@ class Cluster:
             self._model.choose(heard)
         serving = [each.session for each in heard if serves(each.candidate, self._model.names)]
         if serving:
-            self._max_model_len = min(session.info.max_model_len for session in serving)
             self._vocab_size = serving[0].info.vocab_size
         roles = Counter(session.info.role for session in {session.peer_id: session for session in serving}.values())
         for role in (ROLE_PREFILL, ROLE_DECODE, ROLE_BOTH):
             self._metrics.engines.labels(role).set(roles[role])
         self._metrics.engines_refused.set(0 if self.looking else len(heard) - len(serving))
         self._metrics.unreached({each.address: each.problem for each in self._endpoints.values() if each.problem})
+        self._contexts.note(self.view().engines)
         self._tell_of_unlike()
         if not self._is_settled():
             self._discovery.hurry()
@@ -286,6 +287,7 @@ def _engine_view(endpoint: Endpoint, session: EngineSession) -> EngineView:
         draining=load.draining or session.closing,
         resting=endpoint.resting,
         num_sequences=max(session.num_sequences, load.num_running + load.num_waiting),
+        max_model_len=info.max_model_len,
         max_step_tokens=info.max_num_batched_tokens,
         waiting_tokens=max(session.waiting_tokens, load.num_waiting_tokens),
         kv_usage=load.kv_usage,

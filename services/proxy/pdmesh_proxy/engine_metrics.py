@@ -26,12 +26,16 @@ class EngineCollector(Collector):
             "pdmesh_proxy_engine_sequences", "Sequences that run or wait at an engine.", labels=ENGINE
         )
         usage = GaugeMetricFamily("pdmesh_proxy_engine_kv_usage_ratio", "Share of its KV blocks in use.", labels=ENGINE)
+        context = GaugeMetricFamily(
+            "pdmesh_proxy_engine_context_tokens", "Most tokens of a request that it holds.", labels=ENGINE
+        )
         for engine in self._view().engines:
             name = [engine.engine_id, engine.address]
             states.add_metric([*name, _role(engine), _state(engine)], 1)
             sequences.add_metric(name, engine.num_sequences)
             usage.add_metric(name, engine.kv_usage)
-        yield from (states, sequences, usage)
+            context.add_metric(name, engine.max_model_len)
+        yield from (states, sequences, usage, context)
 
 
 def _role(engine: EngineView) -> str:

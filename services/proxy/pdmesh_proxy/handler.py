@@ -30,11 +30,12 @@ from pdmesh.protocol.pushes import new_offer_id
 from pdmesh_proxy.cluster import Cluster
 from pdmesh_proxy.config import ProxyConfig
 from pdmesh_proxy.early_legs import EarlyEnd, EarlyLeg, may_go_early
+from pdmesh_proxy.legs import Fallback, LegKind
 from pdmesh_proxy.metrics import ProxyMetrics
 from pdmesh_proxy.prefix_index import PrefixIndex
 from pdmesh_proxy.pushes import HeldExpectation, expect, pays
-from pdmesh_proxy.router import DEGRADED, Decision, Reason, has_help, route
-from pdmesh_proxy.running import Fallback, LegKind, RunningRequest
+from pdmesh_proxy.router import DEGRADED, Decision, Reason, has_help, route, why_too_long
+from pdmesh_proxy.running import RunningRequest
 from pdmesh_proxy.stream import Leg
 from pdmesh_proxy.view import EngineView
 
@@ -172,7 +173,8 @@ class MeshGenerator(Generator):
                 # Every engine that could take it is full, or failed at it: waiting here would only move the queue.
                 raise run.last_error
             if not await run.wait(self._cluster.changed(), until_s):
-                if (why := self._cluster.why_none(model)) or run.last_error is None:
+                why = self._cluster.why_none(model) or why_too_long(run.facts(), view)
+                if why or run.last_error is None:
                     raise PeerUnavailable(why or "no engine can take the request", retry_after_s=RETRY_AFTER_S)
                 raise run.last_error
 

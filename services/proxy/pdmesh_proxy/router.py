@@ -52,6 +52,10 @@ class Reason(StrEnum):
     """Prefill engines live, but each that could be used failed or refused this very request."""
     DECODE_EXCLUDED = "decode_excluded"
     """The same of decode engines."""
+    PREFILL_CONTEXT = "prefill_context"
+    """Prefill engines live, but the context of none holds the prompt."""
+    DECODE_CONTEXT = "decode_context"
+    """Decode engines live, but the context of none holds prompt and max_tokens."""
     HANDOFF = "handoff"
     """Prefill is done; decode takes over with the ticket."""
     BEAM_SEARCH = BEAM_SEARCH
@@ -63,7 +67,15 @@ class Reason(StrEnum):
 
 
 DEGRADED = frozenset(
-    {Reason.NO_PREFILL, Reason.NO_DECODE, Reason.NO_PAIR, Reason.PREFILL_EXCLUDED, Reason.DECODE_EXCLUDED}
+    {
+        Reason.NO_PREFILL,
+        Reason.NO_DECODE,
+        Reason.NO_PAIR,
+        Reason.PREFILL_EXCLUDED,
+        Reason.DECODE_EXCLUDED,
+        Reason.PREFILL_CONTEXT,
+        Reason.DECODE_CONTEXT,
+    }
 )
 """Disaggregation was intended and will not happen."""
 
@@ -74,6 +86,9 @@ class RequestFacts:
 
     num_prompt_tokens: int
     max_tokens: int
+    """As admitted: no more than the mesh's context left beside the prompt then."""
+    num_emitted_tokens: int = 0
+    """Of the choice with the most that still goes on."""
     needs_prompt_logprobs: bool = False
     """Every position's logprobs are still to be reported, so every position is computed: nothing counts as cached."""
     started: bool = False
@@ -97,6 +112,16 @@ class RequestFacts:
     excluded: frozenset[str] = frozenset()
     """session_ids on which this request has failed."""
 
+    @property
+    def num_tokens_at_most(self) -> int:
+        """What an engine must hold that generates to the end: one that held less would end it early, as if it were done."""
+        return self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def num_tokens_of_prefill(self) -> int:
+        """What one must hold for a prefill leg: the token it samples, and room for one more, as a full context is an end."""
+        return min(self.num_tokens_at_most, self.num_prompt_tokens + self.num_emitted_tokens + 2)
+
     def uncached(self, engine: EngineView) -> int:
         """Prompt tokens that `engine` would have to compute."""
         if self.needs_prompt_logprobs:
@@ -116,10 +141,13 @@ class Decision:
 
 
 def route(facts: RequestFacts, view: ClusterView, *, pd_min_prompt_tokens: int) -> Decision | None:
-    """Decide the next leg of a request; None when no engine can take it."""
+    """Decide the next leg of a request; None when no engine can take it.
+
+    An engine whose context would not hold the whole of what it is asked for does not exist for the request.
+    """
     usable = [engine for engine in view.engines if _usable(engine, facts)]
-    prefills = [engine for engine in usable if engine.can_prefill]
-    decodes = [engine for engine in usable if engine.can_decode]
+    prefills, decodes = _prefills(usable, facts), _decodes(usable, facts)
+    alone = _awake(_holding_all(prefills, facts))
     if facts.started:
         return _go_on(facts, view, prefills, decodes)
     awake = _awake(prefills), _awake(decodes)
@@ -129,18 +157,18 @@ def route(facts: RequestFacts, view: ClusterView, *, pd_min_prompt_tokens: int) 
         known = [engine for engine in decodes if engine.engine_id == facts.preferred_engine]
         return _whole(facts, known or decodes, Reason.BEAM_SEARCH)
     if facts.beam_search:
-        return _whole(facts, prefills, _why_no_decode(facts, view))
+        return _whole(facts, alone, _why_no_decode(facts, view))
     if prefills and facts.max_tokens <= 1:
         return Decision(prefill=_cheapest(prefills, _prefill_cost(facts)), decode=None, reason=Reason.SINGLE_TOKEN)
     if not decodes:
-        return _whole(facts, prefills, _why_no_decode(facts, view))
+        return _whole(facts, alone, _why_no_decode(facts, view))
     if not prefills:
         return _whole(facts, decodes, _why_no_prefill(facts, view))
     if facts.num_prompt_tokens < pd_min_prompt_tokens:
         return _whole(facts, decodes, Reason.SHORT_PROMPT)
-    alone = _cheapest(decodes, _whole_cost(facts))
-    if facts.uncached(alone) < pd_min_prompt_tokens:
-        return Decision(prefill=None, decode=alone, reason=Reason.CACHED)
+    cheapest = _cheapest(decodes, _whole_cost(facts))
+    if facts.uncached(cheapest) < pd_min_prompt_tokens:
+        return Decision(prefill=None, decode=cheapest, reason=Reason.CACHED)
     if not _any_pair(prefills, decodes):
         return _unpaired(facts, view, prefills, decodes)
     return _pair(facts, prefills, decodes)
@@ -149,17 +177,34 @@ def route(facts: RequestFacts, view: ClusterView, *, pd_min_prompt_tokens: int) 
 def has_help(facts: RequestFacts, view: ClusterView) -> bool:
     """Whether some prefill could compute the KV of the request anew, should a decode preempt it."""
     usable = [engine for engine in view.engines if _usable(engine, facts)]
-    return bool(
-        _helpful(
-            facts,
-            [engine for engine in usable if engine.can_prefill],
-            [engine for engine in usable if engine.can_decode],
-        )
+    return bool(_helpful(facts, _prefills(usable, facts), _decodes(usable, facts)))
+
+
+def why_too_long(facts: RequestFacts, view: ClusterView) -> str:
+    """Say so when engines take requests, but the context of none holds all of this one; empty otherwise."""
+    usable = [engine for engine in view.engines if _usable(engine, facts)]
+    if not usable or _holding_all(usable, facts):
+        return ""
+    return (
+        f"no engine holds the request: its prompt and max_tokens are {facts.num_tokens_at_most} tokens, the longest context "
+        f"of the engines that take requests now is {max(engine.max_model_len for engine in usable)}"
     )
 
 
 def _usable(engine: EngineView, facts: RequestFacts) -> bool:
     return _alive(engine, facts) and engine.session_id not in facts.excluded
+
+
+def _prefills(engines: Iterable[EngineView], facts: RequestFacts) -> list[EngineView]:
+    return [engine for engine in engines if engine.can_prefill and engine.holds(facts.num_tokens_of_prefill)]
+
+
+def _decodes(engines: Iterable[EngineView], facts: RequestFacts) -> list[EngineView]:
+    return _holding_all((engine for engine in engines if engine.can_decode), facts)
+
+
+def _holding_all(engines: Iterable[EngineView], facts: RequestFacts) -> list[EngineView]:
+    return [engine for engine in engines if engine.holds(facts.num_tokens_at_most)]
 
 
 def _awake(engines: list[EngineView]) -> list[EngineView]:
@@ -190,8 +235,8 @@ def _go_on(
     if facts.wants_prefill and (helpful := _helpful(facts, prefills, decodes)):
         return _pair(facts, helpful, decodes, Reason.PREEMPTED)
     if not decodes and view.wants_decode:
-        return _whole(facts, _awake(prefills), _why_no_decode(facts, view))
-    return _whole(facts, _awake(decodes or prefills), Reason.RESUMED)
+        return _whole(facts, _awake(_holding_all(prefills, facts)), _why_no_decode(facts, view))
+    return _whole(facts, _awake(decodes or _holding_all(prefills, facts)), Reason.RESUMED)
 
 
 def _helpful(facts: RequestFacts, prefills: list[EngineView], decodes: list[EngineView]) -> list[EngineView]:
@@ -207,14 +252,16 @@ def _helpful(facts: RequestFacts, prefills: list[EngineView], decodes: list[Engi
 
 
 def _why_no_prefill(facts: RequestFacts, view: ClusterView) -> Reason:
-    if any(engine.can_prefill and _alive(engine, facts) for engine in view.engines):
-        return Reason.PREFILL_EXCLUDED
+    alive = [engine for engine in view.engines if engine.can_prefill and _alive(engine, facts)]
+    if alive:
+        return Reason.PREFILL_EXCLUDED if _prefills(alive, facts) else Reason.PREFILL_CONTEXT
     return Reason.NO_PREFILL if view.wants_prefill else Reason.AGGREGATED
 
 
 def _why_no_decode(facts: RequestFacts, view: ClusterView) -> Reason:
-    if any(engine.can_decode and _alive(engine, facts) for engine in view.engines):
-        return Reason.DECODE_EXCLUDED
+    alive = [engine for engine in view.engines if engine.can_decode and _alive(engine, facts)]
+    if alive:
+        return Reason.DECODE_EXCLUDED if _decodes(alive, facts) else Reason.DECODE_CONTEXT
     return Reason.NO_DECODE if view.wants_decode else Reason.AGGREGATED
 
 
@@ -222,10 +269,14 @@ def _why_no_pair(
     facts: RequestFacts, view: ClusterView, prefills: list[EngineView], decodes: list[EngineView]
 ) -> Reason:
     alive = [engine for engine in view.engines if _alive(engine, facts)]
-    if _any_pair([engine for engine in alive if engine.can_prefill], decodes):
+    if _any_pair(_prefills(alive, facts), decodes):
         return Reason.PREFILL_EXCLUDED
-    if _any_pair(prefills, [engine for engine in alive if engine.can_decode]):
+    if _any_pair(prefills, _decodes(alive, facts)):
         return Reason.DECODE_EXCLUDED
+    if _any_pair([engine for engine in alive if engine.can_prefill], decodes):
+        return Reason.PREFILL_CONTEXT
+    if _any_pair(prefills, [engine for engine in alive if engine.can_decode]):
+        return Reason.DECODE_CONTEXT
     # One engine in both roles has nobody to hand over to, and was not meant to have.
     alone = len({engine.peer_id for engine in (*prefills, *decodes)}) == 1
     return Reason.AGGREGATED if alone else Reason.NO_PAIR

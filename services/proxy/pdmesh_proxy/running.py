@@ -5,7 +5,6 @@ import secrets
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from pdmesh.protocol.messages import AwaitedOffer, ChoiceDelta, GenerateRequest
 from pdmesh_proxy.doubts import Doubts
 from pdmesh_proxy.early_legs import EarlyEnd, EarlyLeg
 from pdmesh_proxy.endpoint import Endpoint
+from pdmesh_proxy.legs import STAGE_OF_FIRST_TOKEN, Fallback, LegKind
 from pdmesh_proxy.metrics import ProxyMetrics, Stage
 from pdmesh_proxy.offers import HeldOffer
 from pdmesh_proxy.pushes import HeldExpectation
@@ -35,40 +35,6 @@ RETURNED = "preempted:"
 # Engines say where from: what else comes must not become a series of its own.
 RETURN_SOURCES = frozenset({"local", "tier", "offer", "prefill", "recompute"})
 OTHER = "other"
-
-
-class LegKind(StrEnum):
-    """What a request asks of one engine."""
-
-    PREFILL = "prefill"
-    """Compute the prompt, sample first tokens, offer the KV."""
-    DECODE = "decode"
-    """Fetch the offered KV and go on."""
-    WHOLE = "whole"
-    """Compute what is missing and generate, all in one place."""
-
-
-class Fallback(StrEnum):
-    """Why a request that was meant to be disaggregated was not."""
-
-    NO_PREFILL = "no_prefill"
-    NO_DECODE = "no_decode"
-    NO_PAIR = "no_compatible_pair"
-    PREFILL_EXCLUDED = "prefill_excluded"
-    DECODE_EXCLUDED = "decode_excluded"
-    LEG_FAILED = "leg_failed"
-    """Prefill or decode failed it before the KV had moved, and one engine computed it anew."""
-    NO_TICKET = "no_ticket"
-    """Prefill ended without an offer, or the offer ended before decode came for it."""
-    RECOMPUTE = "recompute"
-    """Decode could not fetch the KV and computed it itself."""
-
-
-STAGE_OF_FIRST_TOKEN = {
-    LegKind.PREFILL: Stage.PREFILL,
-    LegKind.DECODE: Stage.FIRST_DECODE,
-    LegKind.WHOLE: Stage.WHOLE,
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,6 +125,7 @@ class RunningRequest:
         return RequestFacts(
             num_prompt_tokens=len(self.request.token_ids),
             max_tokens=sampling.max_tokens,
+            num_emitted_tokens=max((len(self.emitted[choice]) for choice in self.unfinished), default=0),
             needs_prompt_logprobs=sampling.prompt_logprobs is not None and not self._prompt_logprobs_sent,
             started=self.started,
             beam_search=self.request.beam_search,

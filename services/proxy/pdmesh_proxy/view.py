@@ -32,6 +32,8 @@ class EngineView:
     """Failed several requests in a row: used where no other of its kind can be."""
     num_sequences: int = 0
     """Running and waiting, as far as engine and proxy know."""
+    max_model_len: int = 0
+    """Most tokens of a sequence, prompt and output; 0: not told, so that whatever comes is taken to fit."""
     max_step_tokens: int = 0
     """Most prompt tokens that one of its steps computes; 0: not told."""
     waiting_tokens: int = 0
@@ -49,6 +51,10 @@ class EngineView:
     def weights_fingerprint(self) -> str:
         """Of its model whatever the dtype; empty when it does not say."""
         return "" if self.description is None else self.description.weights_fingerprint
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens fits its context."""
+        return not self.max_model_len or num_tokens <= self.max_model_len
 
     @property
     def names(self) -> KVNames:

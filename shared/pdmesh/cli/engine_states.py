@@ -18,12 +18,15 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     num_sequences: int
     """Running and waiting."""
     kv_usage: float
+    context_tokens: int | None
+    """Most tokens of a request that it holds; None from a proxy of before that does not tell."""
 
     @property
     def line(self) -> str:
         """It, for people."""
         load = f"{self.num_sequences} sequences, {self.kv_usage:.0%} of its KV blocks in use"
-        return f"{self.engine} ({self.role}) at {self.address}: {self.state}, {load}"
+        context = "" if self.context_tokens is None else f", a context of {self.context_tokens} tokens"
+        return f"{self.engine} ({self.role}) at {self.address}: {self.state}, {load}{context}"
 
 
 def engine_states(samples: Sequence[Sample]) -> list[EngineState]:
@@ -31,12 +34,13 @@ def engine_states(samples: Sequence[Sample]) -> list[EngineState]:
     loads = {
         (sample.name.removeprefix(PREFIX), sample.labels["engine"], sample.labels["address"]): sample.value
         for sample in samples
-        if sample.name in (f"{PREFIX}sequences", f"{PREFIX}kv_usage_ratio")
+        if sample.name in (f"{PREFIX}sequences", f"{PREFIX}kv_usage_ratio", f"{PREFIX}context_tokens")
     }
     found = []
     for sample in samples:
         if sample.name == f"{PREFIX}state":
             engine, address = sample.labels["engine"], sample.labels["address"]
+            context = loads.get(("context_tokens", engine, address))
             found.append(
                 EngineState(
                     engine=engine,
@@ -45,6 +49,7 @@ def engine_states(samples: Sequence[Sample]) -> list[EngineState]:
                     state=sample.labels["state"],
                     num_sequences=int(loads.get(("sequences", engine, address), 0)),
                     kv_usage=loads.get(("kv_usage_ratio", engine, address), 0.0),
+                    context_tokens=None if context is None else int(context),
                 )
             )
     return sorted(found, key=lambda each: (each.role, each.engine, each.address))

@@ -103,6 +103,7 @@ class Submission:
         leg = leg or StockLeg()
         check_kv_role(self._config.kv_role, request, leg)
         tokens = check_request(request, self._ready)
+        check_context(request, self._ready)
         if self._table.find(sink, request.request_id) is not None:
             raise InvalidRequest(f"request id {request.request_id!r} is running already", param="request_id")
         self._check_offer_id(request)
@@ -250,6 +251,25 @@ def check_awaited(request: GenerateRequest) -> None:
     if request.ticket or request.prefill_only or request.emitted or len(request.choices) != 1:
         raise InvalidRequest(
             "awaits goes with one choice, and not with ticket, prefill_only or emitted", param="awaits"
+        )
+
+
+def check_context(request: GenerateRequest, ready: CoreReady) -> None:
+    """Raise Overloaded, so that it goes elsewhere, for a leg that this context would end before what was admitted.
+
+    `max_tokens` is what the whole mesh's context left when the request came; an engine with a smaller one would say "length".
+    A prefill leg needs its token, and room for one more: a full context is an end too.
+    """
+    num_prompt, num_output = len(request.token_ids), request.sampling.max_tokens
+    if request.prefill_only:
+        num_output = min(num_output, max(map(len, request.emitted), default=0) + 2)
+    # A prompt that does not fit either is the core's to refuse, unless others have begun with it.
+    is_begun = num_prompt < ready.max_model_len or bool(request.emitted)
+    if is_begun and num_prompt + num_output > ready.max_model_len:
+        raise Overloaded(
+            f"max_tokens: the prompt's {num_prompt} tokens and {num_output} to generate do not fit the context of "
+            f"{ready.max_model_len} tokens",
+            param="max_tokens",
         )
 
 
