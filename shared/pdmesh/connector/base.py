@@ -207,6 +207,10 @@ class WorkerConnector(ABC):
     def start(self, pull: Pull) -> None:
         """Begin to copy; never blocks. The outcome comes from `poll`, exactly once per pull, whatever happens."""
 
+    def start_at_rest(self, pull: Pull) -> None:
+        """As `start`, for a loop that would only wait for it: a short copy may be made before this returns."""
+        self.start(pull)
+
     @abstractmethod
     def poll(self) -> list[PullResult]:
         """Return the pulls that ended since the last call; never blocks."""

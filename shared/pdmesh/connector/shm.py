@@ -1,8 +1,10 @@
 """Connector `shm`: peers on one host; a pull is a memory copy out of the peer's mapped pool.
 
 One thread copies and sums in one pass, some blocks at a time (without Python's lock), and gives every pull a turn in the
-round. An owner that dies leaves its memory mapped and unchanged, and it gives a block its new generation before the
-first new byte; so a copy whose generations match is right even then. Pulls not yet complete end with `peer_lost`.
+round. A loop that would only wait for a short one makes it itself: between two threads Linux may put milliseconds.
+
+An owner that dies leaves its memory mapped and unchanged, and it gives a block its new generation before the first new byte;
+so a copy whose generations match is right even then. Pulls not yet complete end with `peer_lost`.
 """
 
 import contextlib
@@ -29,6 +31,10 @@ from pdmesh.security import MeshSecret
 from pdmesh_kernels.block_sum import copy_blocks
 
 log = logging.getLogger(__name__)
+
+
+MAX_AT_REST_BYTES = 16 << 20
+"""Of a pull that the loop carries out itself: it stands still for a millisecond or two."""
 
 
 class ShmMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +94,28 @@ class ShmConnector(FixedMetadata, ReadInPlace, NoticeConnector):
         self._tasks.put(shared)
 
     def start(self, pull: Pull) -> None:
+        if (copy := self._begun(pull)) is not None:
+            self._tasks.put(copy)
+
+    def start_at_rest(self, pull: Pull) -> None:
+        copy = self._begun(pull)
+        if copy is None:
+            return
+        if copy.num_bytes > MAX_AT_REST_BYTES:
+            self._tasks.put(copy)
+            return
+        source = copy.source
+        # Or the thread might unmap it meanwhile: peers are connected anew beside the core's loop.
+        with source.in_use:
+            while not (is_over := self._has_ended(copy)) and copy.due_s <= time.monotonic():
+                pass
+            if not is_over:
+                self._tasks.put(copy)
+            # No view of a pool may outlive its use here.
+            del copy
+
+    def _begun(self, pull: Pull) -> "_Copy | None":
+        """Take a pull in; None where it has ended already."""
         active = self._pulls.add(pull)
         pool = self._registered()
         shared = self._peers.get(pull.peer_id)
@@ -96,7 +124,8 @@ class ShmConnector(FixedMetadata, ReadInPlace, NoticeConnector):
         elif fault := fault_of(pull, shared.pool.shape, (target := pool.target(pull.lane)).shape):
             self._pulls.finish(pull.transfer_id, fault)
         else:
-            self._tasks.put(_Copy(active, shared, target, self._options.copy_bytes, self._throttle))
+            return _Copy(active, shared, target, self._options.copy_bytes, self._throttle)
+        return None
 
     def poll(self) -> list[PullResult]:
         return self._pulls.take()
@@ -181,26 +210,28 @@ class ShmConnector(FixedMetadata, ReadInPlace, NoticeConnector):
                     stopping = True
             for _ in range(len(copies)):
                 copy = copies.popleft()
-                if (reason := self._advance(copy)) is None:
+                if not self._has_ended(copy):
                     copies.append(copy)
-                else:
-                    # No view of a pool may outlive this turn, or it could not be unmapped.
-                    num_bytes = 0 if reason else copy.num_bytes
-                    pull, pages = copy.active.pull, copy.source.pages
-                    del copy
-                    self._pulls.finish(pull.transfer_id, reason, num_bytes)
-                    pages.note(pull.source_block_ids)
+                # No view of a pool may outlive this turn, or it could not be unmapped.
+                del copy
             for shared in [each for each in unmap if all(copy.source is not each for copy in copies)]:
                 unmap.remove(shared)
-                shared.close()
+                with shared.in_use:
+                    shared.close()
 
-    def _advance(self, copy: "_Copy") -> str | None:
-        """Do one turn; the reason it ended with (empty: it succeeded), or None when it goes on."""
+    def _has_ended(self, copy: "_Copy") -> bool:
+        """Do one turn; whether it was the last."""
+        pull = copy.active.pull
         try:
-            return copy.step()
-        except Exception as exc:  # the thread's top: whatever happens, the pull ends and the others go on
-            log.exception("pull %s failed", copy.active.pull.transfer_id)
-            return error_reason(exc)
+            reason = copy.step()
+        except Exception as exc:  # whatever happens, the pull ends and the others go on
+            log.exception("pull %s failed", pull.transfer_id)
+            reason = error_reason(exc)
+        if reason is None:
+            return False
+        self._pulls.finish(pull.transfer_id, reason, 0 if reason else copy.num_bytes)
+        copy.source.note(pull.source_block_ids)
+        return True
 
 
 class _Task(Enum):

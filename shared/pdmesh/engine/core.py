@@ -206,7 +206,7 @@ class Core:
         self._has_arrivals = False
         schedule = self._scheduler.schedule()
         # Pulls go first, so that memory moves while the step computes.
-        self._order_pulls()
+        self._order_pulls(at_rest=schedule.is_empty and not self._under_way)
         if schedule.is_empty:
             return False
         self._under_way.append(schedule)
@@ -287,8 +287,11 @@ class Core:
             log.exception("request %s could not be taken in", message.request.request_id)
             self._scheduler.fail_add(message, f"{type(exc).__name__}: {exc}")
 
-    def _order_pulls(self) -> None:
-        """Start the pulls that no step under way can disturb, in order, and cancel what is not wanted any more."""
+    def _order_pulls(self, *, at_rest: bool = False) -> None:
+        """Start the pulls that no step under way can disturb, in order, and cancel what is not wanted any more.
+
+        `at_rest`: nothing is computed, now or next.
+        """
         if self._scheduler.state.take_strays():
             self._num_unsafe = self._executor.num_submitted
         outbox = self._scheduler.state.outbox
@@ -304,12 +307,13 @@ class Core:
             else:
                 self._links.cancel(transfer_id)
         outbox.pulls, outbox.expected, outbox.writes, outbox.cancels = [], [], [], []
+        at_rest = at_rest and len(self._pulls) == 1 and not self._cancelled
         while self._pulls and self._pulls[0][0] <= self._executor.num_ended:
             _, pull = self._pulls.popleft()
             if isinstance(pull, PushExpected):
                 self._send(pull)
                 continue
-            self._links.start(pull)
+            self._links.start(pull, at_rest=at_rest)
             if pull.transfer_id in self._cancelled:
                 self._cancelled.remove(pull.transfer_id)
                 self._links.cancel(pull.transfer_id)

@@ -72,9 +72,9 @@ class Journeys:
         for journey in self._detours.forget(peer_id):
             self._give_up(journey, PullEnd.PEER_LOST)
 
-    def begin(self, pull: Pull, connector: str) -> None:
-        """Begin a pull over a connector of its peer; it ends through `refuse` or `ended`."""
-        self._begin(Journey(pull=pull, connector=connector))
+    def begin(self, pull: Pull, connector: str, *, at_rest: bool = False) -> None:
+        """Begin a pull over a connector of its peer; it ends through `refuse` or `ended`. `at_rest`: the loop only waits."""
+        self._begin(Journey(pull=pull, connector=connector), at_rest=at_rest)
 
     def cancel(self, transfer_id: str) -> bool:
         """Stop a pull; False when there is none of that id."""
@@ -110,15 +110,16 @@ class Journeys:
         """Wake nobody any more."""
         self._alarm.set(None)
 
-    def _begin(self, journey: Journey) -> None:
+    def _begin(self, journey: Journey, *, at_rest: bool = False) -> None:
         """Have a pull's connector carry it out, when that is not just being connected anew."""
         pull, name = journey.pull, journey.connector
         if (order := self._attachments.making(pull.peer_id, name)) is not None:
             self._wait(journey, order)
             return
         journey.over = self._attachments.connection(pull.peer_id, name)
+        connector = self._connectors[name]
         try:
-            self._connectors[name].start(journey.next_pull())
+            (connector.start_at_rest if at_rest else connector.start)(journey.next_pull())
         except Exception as exc:
             log.exception("pull %s could not be started over %s", pull.transfer_id, name)
             result = unbegun(pull, error_reason(f"{type(exc).__name__}: {exc}"))

@@ -183,10 +183,13 @@ class Links:
         for teller in self._tellers.values():
             teller.tell(notice)
 
-    def start(self, pull: Pull | ConvertingPull | Push) -> None:
-        """Begin a pull, or a write, over a connector of its peer. It ends through `poll`, also when it cannot begin."""
+    def start(self, pull: Pull | ConvertingPull | Push, *, at_rest: bool = False) -> None:
+        """Begin a pull, or a write, over a connector of its peer. It ends through `poll`, also when it cannot begin.
+
+        `at_rest`: the loop would only wait for it.
+        """
         if not isinstance(pull, ConvertingPull):
-            self._start(pull)
+            self._start(pull, at_rest=at_rest)
         elif self._staged is None:
             self._refuse(pull, "", error_reason("this engine has no staging area (kv-staging-bytes)"))
         else:
@@ -196,7 +199,7 @@ class Links:
                 log.exception("pull %s could not be started", pull.transfer_id)
                 self._refuse(pull, "", error_reason(f"{type(exc).__name__}: {exc}"))
 
-    def _start(self, pull: Pull | Push) -> None:
+    def _start(self, pull: Pull | Push, *, at_rest: bool = False) -> None:
         names = self._attachments.names(pull.peer_id, Use.PUSH if isinstance(pull, Push) else Use.PULL)
         if isinstance(pull, Push):
             names = [each for each in names if isinstance(self._connectors[each], PushConnector)]
@@ -208,7 +211,7 @@ class Links:
         if isinstance(pull, Push):
             self._push(pull, name)
         else:
-            self._journeys.begin(pull, name)
+            self._journeys.begin(pull, name, at_rest=at_rest)
 
     def _push(self, push: Push, name: str) -> None:
         """Have a connector write."""
