@@ -430,8 +430,8 @@ def drop_in_a_step(decode: CoreHarness) -> None:
 def drop_in_the_pull(decode: CoreHarness) -> None:
     start = decode.links.start
 
-    def sending(pull: Any) -> None:
-        start(pull)
+    def sending(pull: Any, **options: bool) -> None:
+        start(pull, **options)
         decode.send(DropHeld(request_id="r"))
 
     decode.links.start = sending
