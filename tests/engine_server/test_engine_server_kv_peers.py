@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pdmesh.engine.server import kv_peers
-from pdmesh.engine.server.kv_peers import KVPeers, is_own_listener
-from pdmesh.errors import Forbidden, TransferFailed
+from pdmesh.engine.server.kv_peers import KVPeers, listeners
+from pdmesh.errors import Forbidden, PeerUnavailable, TransferFailed
 
 NAMES = {"prefill": ["10.0.0.5", "10.0.0.6"], "a1b2c3": ["10.0.0.6"], "elsewhere": ["192.0.2.9"]}
 
@@ -102,9 +102,11 @@ def test_a_listener_of_this_user_is_found(family: socket.AddressFamily, host: st
     with socket.socket(family) as server:
         server.bind((host, 0))
         port = server.getsockname()[1]
-        assert not is_own_listener(port)
+        assert not listeners(port)
+        with pytest.raises(PeerUnavailable, match="nothing listens"):
+            admit(KVPeers([], on_loopback=True), "127.0.0.1", port)
         server.listen()
-        assert is_own_listener(port)
+        assert listeners(port) == {os.geteuid()}
         assert admit(KVPeers([], on_loopback=True), "127.0.0.1", port) == f"127.0.0.1:{port}"
         with pytest.raises(Forbidden):
             admit(KVPeers([], on_loopback=False), "127.0.0.1", port)
@@ -135,7 +137,10 @@ def test_another_users_listener_is_not_sent_the_meshs_proof(tmp_path: Path, monk
         ([], False),
     ):
         table.write_text(header + "".join(lines))
-        assert is_own_listener(8101) == own, lines
+        assert (listeners(8101) == {me}) == own, lines
+    with pytest.raises(PeerUnavailable, match=r"nothing listens at 127\.0\.0\.1:8101"):
+        admit(KVPeers([], on_loopback=True), "127.0.0.1")
+    table.write_text(header + listening("0100007F:1FA5", other))
     with pytest.raises(Forbidden, match="does not belong to this engine's user"):
         admit(KVPeers([], on_loopback=True), "127.0.0.1")
     assert admit(KVPeers(["127.0.0.1:8101"], on_loopback=True), "127.0.0.1") == "127.0.0.1:8101"

@@ -1,6 +1,7 @@
 """The stock flow over HTTP: a prefill leg with `do_remote_decode`, a decode leg with what it gave back."""
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,18 +95,19 @@ def test_a_plain_request_has_no_params(pair: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "says"),
+    ("change", "status", "says", "param"),
     [
-        ({"remote_host": "192.0.2.7"}, 403, "kv-peers"),
-        ({"remote_port": "x"}, 400, "remote_port"),
-        ({"remote_request_id": "never-was"}, 502, "unknown"),
-        ({"remote_block_ids": [[0, 1, 2, 500]]}, 403, "is not in offer"),
-        ({"remote_engine_id": "someone-else"}, 502, "someone-else"),
-        ({"surprise": 1}, 400, "surprise"),
+        ({"remote_host": "192.0.2.7"}, 403, "kv-peers", "remote_host"),
+        ({"remote_port": "x"}, 400, "remote_port", "remote_port"),
+        ({"remote_request_id": "never-was"}, 502, "unknown", ""),
+        ({"remote_block_ids": [[0, 1, 2, 500]]}, 403, "is not in offer", "remote_block_ids"),
+        ({"remote_engine_id": "someone-else"}, 502, "other_engine: {address} is another engine's", ""),
+        ({"remote_num_tokens": 10**30}, 400, "must be between 1 and 4294967295", "remote_num_tokens"),
+        ({"surprise": 1}, 400, "surprise", "surprise"),
     ],
 )
 def test_params_that_are_not_the_prefills_are_refused(
-    pair: Any, change: dict[str, Any], status: int, says: str
+    pair: Any, change: dict[str, Any], status: int, says: str, param: str
 ) -> None:
     async def body() -> None:
         prompt = _prompt(3)
@@ -113,7 +115,25 @@ def test_params_that_are_not_the_prefills_are_refused(
         params = leg.json()["kv_transfer_params"] | change
         answer = await _complete(pair.decode.http, prompt, params)
         assert answer.status_code == status, answer.text
-        assert says in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert says.format(address=f"{params['remote_host']}:{params['remote_port']}") in error["message"]
+        assert error["param"] == (f"kv_transfer_params.{param}" if param else None)
+
+    pair.loop.run(body())
+
+
+def test_a_prefill_that_has_gone_is_what_the_failure_policy_is_for(pair: Any) -> None:
+    """It was a 403, also with `recompute`: nobody listened there, so it was nobody of this engine's user."""
+
+    async def body() -> None:
+        prompt = _prompt(8)
+        leg = await _complete(pair.prefill.http, prompt, PREFILL_LEG, max_tokens=1)
+        with socket.socket() as gone:
+            gone.bind(("127.0.0.1", 0))
+            params = leg.json()["kv_transfer_params"] | {"remote_port": gone.getsockname()[1]}
+            answer = await _complete(pair.decode.http, prompt, params)
+        assert answer.status_code == 502, answer.text
+        assert "nothing listens" in answer.json()["error"]["message"]
 
     pair.loop.run(body())
 

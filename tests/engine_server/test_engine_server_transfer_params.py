@@ -55,6 +55,9 @@ def test_a_flat_block_list_is_one_group() -> None:
     [
         ({"remote_port": "8101"}, "kv_transfer_params.remote_port"),
         ({"remote_port": 70000}, "kv_transfer_params.remote_port"),
+        ({"remote_num_tokens": 0}, "kv_transfer_params.remote_num_tokens"),
+        ({"remote_num_tokens": -1}, "kv_transfer_params.remote_num_tokens"),
+        ({"remote_num_tokens": 10**30}, "kv_transfer_params.remote_num_tokens"),
         ({"remote_engine_id": None}, "kv_transfer_params.remote_engine_id"),
         ({"remote_request_id": ""}, "kv_transfer_params.remote_request_id"),
         ({"remote_host": 5}, "kv_transfer_params.remote_host"),

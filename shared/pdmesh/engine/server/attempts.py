@@ -14,12 +14,15 @@ from pdmesh.connector.active import PullEnd
 from pdmesh.connector.owner import UNAVAILABLE
 from pdmesh.connector.peers import Ask, Peer, PeerDirectory
 from pdmesh.engine.server.fetches import ABORTED, Fetch, Fetches, Origin
-from pdmesh.engine.server.identity import Identity
+from pdmesh.engine.server.identity import Identity, engine_id_of
 from pdmesh.engine.server.requests import RunningRequest
+from pdmesh.engine.server.transfer_params import FIELD
 from pdmesh.errors import Forbidden, HandshakeRefused, MeshError, PeerError, PeerUnavailable, TransferFailed
+from pdmesh.protocol.states import Reason
 from pdmesh.protocol.transfers import OfferView
 
 RESTARTED = "restarted"
+OTHER_ENGINE = "other_engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,7 @@ class Attempts:
             if begun.error is not None:
                 self._fetches.failed(fetch, reason_of(begun.error))
                 if reason_of(begun.error) != UNAVAILABLE:
-                    raise _of_peer(begun.error)
+                    raise _of_peer(begun.error, target.origin)
                 # Each connector comes after the one before, so that this ends.
                 failed_over, why = connector, begun.error
                 continue
@@ -133,12 +136,18 @@ def reason_of(error: BaseException) -> str:
     return word if word.isidentifier() else "transfer_failed"
 
 
-def _of_peer(error: MeshError) -> MeshError:
+def _of_peer(error: MeshError, origin: Origin) -> MeshError:
     """What an owner refuses a transfer with, as an error that the failure policy is for: it is none of this engine's."""
+    if isinstance(error, Forbidden) and origin is Origin.STOCK and reason_of(error) == Reason.FOREIGN_BLOCKS:
+        # The owner does not know in which of a client's fields they came.
+        error.param = f"{FIELD}.remote_block_ids"
     if isinstance(error, (PeerError, Forbidden)):
         return error
     return TransferFailed(f"{error.code}: {error.message}")
 
 
 def _restarted(target: Target, peer_id: str) -> TransferFailed:
-    return TransferFailed(f"{RESTARTED}: {target.address} is {peer_id}, not {target.owner_name or 'who it was'}")
+    owner = target.owner_name
+    if owner and engine_id_of(peer_id) != (engine_id_of(owner) or owner):
+        return TransferFailed(f"{OTHER_ENGINE}: {target.address} is another engine's, {peer_id}, not that of {owner}")
+    return TransferFailed(f"{RESTARTED}: {target.address} is {peer_id}, not {owner or 'who it was'}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdmesh.config import LOOPBACK_HOSTS
-from pdmesh.errors import Forbidden, TransferFailed
+from pdmesh.errors import Forbidden, PeerUnavailable, TransferFailed
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +44,20 @@ class KVPeers:
         self._resolving: dict[str, asyncio.Task[None]] = {}
 
     async def admit(self, host: str, port: int) -> str:
-        """Return the `host:port` to dial. Raises Forbidden, or TransferFailed when names cannot be resolved now."""
+        """Return the `host:port` to dial.
+
+        Raises Forbidden, TransferFailed when names cannot be resolved now, or PeerUnavailable when the engine there has gone.
+        """
         address = join(host, port)
         if address in self._allowed:
             return address
         if self._on_loopback and is_loopback(host):
-            if await asyncio.to_thread(is_own_listener, port):
+            users = await asyncio.to_thread(listeners, port)
+            if users == {os.geteuid()}:
                 return address
+            if not users:
+                # Not dialled: whoever listens there a moment later may be anybody.
+                raise PeerUnavailable(f"nothing listens at {address}")
             raise _forbidden(f"what listens at {address} does not belong to this engine's user")
         names = [name for name, number in map(split, self._allowed) if number == port]
         if names:
@@ -90,10 +97,9 @@ class KVPeers:
             del self._answers[next(iter(self._answers))]
 
 
-def is_own_listener(port: int) -> bool:
-    """Whether someone listens on this port of the loopback interface, and nobody but this process's user."""
-    users = {user for table in SOCKET_TABLES for user in _listeners(table, port)}
-    return users == {os.geteuid()}
+def listeners(port: int) -> set[int]:
+    """User ids of all who listen on this port of the loopback interface."""
+    return {user for table in SOCKET_TABLES for user in _listeners(table, port)}
 
 
 def is_loopback(host: str) -> bool:

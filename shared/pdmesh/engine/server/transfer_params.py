@@ -13,6 +13,8 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.protocol.messages import GroupBlocks
 
 FIELD = "kv_transfer_params"
+# What a count of tokens can be on the wire between engines.
+MAX_TOKENS = (1 << 32) - 1
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +88,10 @@ def remote_kv(params: TransferParams) -> RemoteKV:
     port = params.remote_port or _missing("remote_port")
     if not 0 < port < 65536:
         raise _invalid("remote_port", "must be between 1 and 65535")
+    num_tokens = params.remote_num_tokens
+    if num_tokens is not None and not 0 < num_tokens <= MAX_TOKENS:
+        # How many it is the owner says: what routers send is not compared with that.
+        raise _invalid("remote_num_tokens", f"must be between 1 and {MAX_TOKENS}")
     return RemoteKV(
         engine_id=engine_id,
         offer_id=offer_id,
