@@ -67,7 +67,7 @@ def test_the_status_says_of_each_engine_where_it_is_and_what_it_does() -> None:
     """It said how many there were."""
 
     async def body() -> None:
-        prefill, decode = FakeEngine("prefill"), FakeEngine("decode")
+        prefill, decode = FakeEngine("prefill", max_model_len=2048), FakeEngine("decode")
         async with fake_mesh(prefill, decode) as mesh:
             assert tokens_of(await mesh.collect(token_request()))
             decode.drain(within_ms=60_000)
@@ -85,6 +85,11 @@ def test_the_status_says_of_each_engine_where_it_is_and_what_it_does() -> None:
                 (prefill.engine_id, prefill.address, "prefill", "serving"),
                 (decode.engine_id, decode.address, "decode", "draining"),
             }
+            assert {each["engine"]: each["context_tokens"] for each in found["engines"]} == {
+                prefill.engine_id: 2048,
+                decode.engine_id: 4096,
+            }
+            assert any(prefill.engine_id in line and "a context of 2048 tokens" in line for line in lines)
             assert found["requests_in_flight"] == 0
             assert found["unreached"] == []
 
