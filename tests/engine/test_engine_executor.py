@@ -197,7 +197,7 @@ def test_whatever_a_step_raises_the_next_runs() -> None:
 def test_a_pull_starts_when_the_steps_that_may_write_to_its_blocks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     core = CoreHarness()
     done: list[str] = []
-    monkeypatch.setattr(core.links, "start", lambda pull: done.append(f"start {pull.transfer_id}"))
+    monkeypatch.setattr(core.links, "start", lambda pull, **_: done.append(f"start {pull.transfer_id}"))
     monkeypatch.setattr(core.links, "cancel", lambda transfer_id: done.append(f"cancel {transfer_id}"))
     steps = SimpleNamespace(num_submitted=2, num_ended=1)
     monkeypatch.setattr(core._core, "_executor", steps)
