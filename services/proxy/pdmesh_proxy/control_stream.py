@@ -66,8 +66,8 @@ class ControlStream:
         await self._drains.wait()
         return self.load.drain_remaining_ms / 1000
 
-    async def read(self) -> NoReturn:
-        """Take what the engine says. Raises PeerUnavailable when the stream breaks."""
+    async def read(self) -> None:
+        """Take what the engine says until it ends the stream. Raises PeerUnavailable when the stream breaks."""
         with translated(self._address):
             async for down in self._call:
                 self._unanswered_since_s = None
@@ -83,7 +83,6 @@ class ControlStream:
                     self._on_change()
                 for offer_id in down.ended_offers:
                     self._offers.ended(offer_id)
-        raise PeerUnavailable(f"engine at {self._address} ended its control stream")
 
     async def write(self) -> NoReturn:
         """Beat. Raises PeerUnavailable when the stream breaks or the engine stays silent, and whatever `on_beat` raises."""

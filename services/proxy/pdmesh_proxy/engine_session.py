@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 SESSION_METADATA_KEY = "pdmesh-session"
 # Requests are gathered into one frame up to about this many token ids, well below GRPC_MAX_MESSAGE_BYTES.
 MAX_FRAME_TOKENS = 1 << 21
+# An engine that ends both streams ends the data stream first, but what lies there is read frame by frame.
+LAST_FRAMES_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,8 @@ class EngineSession:
         self._submits: list[GenerateRequest] = []
         self._expectations: list[Expectation] = []
         self._submit_wake = asyncio.Event()
+        self._data_read = asyncio.Event()
+        """Set when the engine has ended its data stream and all of it was read."""
         self._on_change = on_change
         self._last_token_s = 0.0
 
@@ -155,7 +159,7 @@ class EngineSession:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_data())
                 tasks.create_task(self._write_data())
-                tasks.create_task(self.control.read())
+                tasks.create_task(self._read_control())
                 tasks.create_task(self.control.write())
                 tasks.create_task(self._hand_over())
         except* SessionClosed:
@@ -188,6 +192,13 @@ class EngineSession:
                 if not leg.ends_within(left_s):
                     leg.move(Draining(f"engine {self.info.engine_id} at {self.address} is shutting down"))
 
+    async def _read_control(self) -> NoReturn:
+        await self.control.read()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_FRAMES_S):
+                await self._data_read.wait()
+        raise PeerUnavailable(f"engine {self.info.engine_id} at {self.address} ended its control stream")
+
     # ---- data ----------------------------------------------------------------------------------
 
     async def _read_data(self) -> NoReturn:
@@ -201,6 +212,7 @@ class EngineSession:
                         self._put(leg, delta_from_pb(message))
                     else:
                         self._take_orphan(message)
+        self._data_read.set()
         raise PeerUnavailable(f"engine {self.info.engine_id} at {self.address} ended its data stream")
 
     def _put(self, leg: Leg, delta: ChoiceDelta) -> None:
