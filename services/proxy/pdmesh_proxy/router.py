@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pdmesh.openai.generator import BEAM_SEARCH
+from pdmesh.protocol.context import tokens_to_hold
 from pdmesh.protocol.exchange import Exchange
 from pdmesh_proxy.pairs import compatible, exchange_of, refusal
 from pdmesh_proxy.view import ClusterView, EngineView
@@ -115,12 +116,17 @@ class RequestFacts:
     @property
     def num_tokens_at_most(self) -> int:
         """What an engine must hold that generates to the end: one that held less would end it early, as if it were done."""
-        return self.num_prompt_tokens + self.max_tokens
+        return self._tokens_to_hold(prefill_only=False)
 
     @property
     def num_tokens_of_prefill(self) -> int:
-        """What one must hold for a prefill leg: the token it samples, and room for one more, as a full context is an end."""
-        return min(self.num_tokens_at_most, self.num_prompt_tokens + self.num_emitted_tokens + 2)
+        """What one must hold for a prefill leg."""
+        return self._tokens_to_hold(prefill_only=True)
+
+    def _tokens_to_hold(self, *, prefill_only: bool) -> int:
+        return tokens_to_hold(
+            self.num_prompt_tokens, self.max_tokens, num_emitted=self.num_emitted_tokens, prefill_only=prefill_only
+        )
 
     def uncached(self, engine: EngineView) -> int:
         """Prompt tokens that `engine` would have to compute."""

@@ -36,6 +36,7 @@ from pdmesh.errors import (
     MeshError,
     Overloaded,
 )
+from pdmesh.protocol.context import tokens_to_hold
 from pdmesh.protocol.messages import GenerateRequest, KVSource
 from pdmesh.protocol.pushes import OFFER_ID_CHARS, is_offer_id
 
@@ -258,16 +259,16 @@ def check_context(request: GenerateRequest, ready: CoreReady) -> None:
     """Raise Overloaded, so that it goes elsewhere, for a leg that this context would end before what was admitted.
 
     `max_tokens` is what the whole mesh's context left when the request came; an engine with a smaller one would say "length".
-    A prefill leg needs its token, and room for one more: a full context is an end too.
     """
-    num_prompt, num_output = len(request.token_ids), request.sampling.max_tokens
-    if request.prefill_only:
-        num_output = min(num_output, max(map(len, request.emitted), default=0) + 2)
+    num_prompt, num_emitted = len(request.token_ids), max(map(len, request.emitted), default=0)
+    num_tokens = tokens_to_hold(
+        num_prompt, request.sampling.max_tokens, num_emitted=num_emitted, prefill_only=request.prefill_only
+    )
     # A prompt that does not fit either is the core's to refuse, unless others have begun with it.
     is_begun = num_prompt < ready.max_model_len or bool(request.emitted)
-    if is_begun and num_prompt + num_output > ready.max_model_len:
+    if is_begun and num_tokens > ready.max_model_len:
         raise Overloaded(
-            f"max_tokens: the prompt's {num_prompt} tokens and {num_output} to generate do not fit the context of "
+            f"max_tokens: the prompt's {num_prompt} tokens and {num_tokens - num_prompt} to generate do not fit the context of "
             f"{ready.max_model_len} tokens",
             param="max_tokens",
         )
